@@ -1,2 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Devices, environment variables, entry-point providers and safetensors weights of Neuron for vLLM-Omni.
+
+The only package of the family that touches Neuron's own ones, in one module, and works without them.
+"""
+
+from omni_neuron_runtime import env
 from omni_neuron_runtime.__about__ import __version__
+from omni_neuron_runtime.devices import (
+    CPU_MODE_DEVICE_COUNT,
+    device_count,
+    has_neuron_device,
+    hbm_bytes_per_core,
+    is_active,
+    is_cpu_mode,
+    parse_core_ranges,
+    platform_target,
+    visible_cores,
+)
+from omni_neuron_runtime.env import EnvironmentVariableError, EnvVar
+from omni_neuron_runtime.providers import Provider, ProviderError, ProviderSet, discover_providers
+from omni_neuron_runtime.seam import (
+    NeuronPackageError,
+    get_compile_backend,
+    get_dist_backend,
+    initialize_device_runtime,
+    neuron_packages,
+    register_process_group_replica_groups,
+)
+from omni_neuron_runtime.weights import (
+    CheckpointError,
+    LoadResult,
+    LoadStats,
+    SafetensorsCheckpoint,
+    SafetensorsWeightLoader,
+    TensorSlice,
+    fused_qkv_weight_loader,
+    get_weight_loader,
+    scaled_bias_loader,
+    set_weight_loader,
+    sharding_weight_loader,
+)
+
+__all__ = [
+    "CPU_MODE_DEVICE_COUNT",
+    "CheckpointError",
+    "EnvVar",
+    "EnvironmentVariableError",
+    "LoadResult",
+    "LoadStats",
+    "NeuronPackageError",
+    "Provider",
+    "ProviderError",
+    "ProviderSet",
+    "SafetensorsCheckpoint",
+    "SafetensorsWeightLoader",
+    "TensorSlice",
+    "__version__",
+    "device_count",
+    "discover_providers",
+    "env",
+    "fused_qkv_weight_loader",
+    "get_compile_backend",
+    "get_dist_backend",
+    "get_weight_loader",
+    "has_neuron_device",
+    "hbm_bytes_per_core",
+    "initialize_device_runtime",
+    "is_active",
+    "is_cpu_mode",
+    "neuron_packages",
+    "parse_core_ranges",
+    "platform_target",
+    "register_process_group_replica_groups",
+    "scaled_bias_loader",
+    "set_weight_loader",
+    "sharding_weight_loader",
+    "visible_cores",
+]

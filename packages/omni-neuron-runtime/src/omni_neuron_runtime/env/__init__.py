@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables that these packages read: one table, and the only place that reads them.
+
+`docs/environment.md` is generated from the table (`python -m omni_neuron_runtime.env docs/environment.md`). A variable
+is listed when some code of the repository reads it, and only then; a test of the repository checks both directions.
+
+An empty value counts as unset, except for a list of names (`VLLM_PLUGINS=""` allows nothing, as in vLLM).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from omni_neuron_runtime.core_ranges import SYNTAX, parse_core_ranges
+
+Kind = Literal["bool", "int", "str", "cores", "names"]
+
+_KIND_SYNTAX: dict[Kind, str] = {
+    "bool": "0 or 1",
+    "int": "a whole number",
+    "str": "text",
+    "cores": SYNTAX,
+    "names": "names separated by commas",
+}
+
+
+class EnvironmentVariableError(ValueError):
+    """A variable holds a value that it cannot hold; the message names variable, value and valid values."""
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """One row of the table.
+
+    Attributes:
+        name: the variable.
+        kind: `bool` (`0`/`1`), `int`, `str`, `cores` (a list of int from core ranges) or `names` (a list of str).
+        default: the typed value where the variable is unset; None means that unset has a meaning of its own.
+        meaning: what it does, for the reader of the generated page.
+        choices: the values that a `str` may hold, or None for any.
+        minimum: the least value that an `int` may hold, or None for any.
+    """
+
+    name: str
+    kind: Kind
+    default: bool | int | str | None
+    meaning: str
+    choices: tuple[str, ...] | None = None
+    minimum: int | None = None
+
+    @property
+    def valid(self) -> str:
+        """What the variable may hold, in words."""
+        if self.choices is not None:
+            return " or ".join(self.choices)
+        return _KIND_SYNTAX[self.kind] + (f", at least {self.minimum}" if self.minimum is not None else "")
+
+    def parse(self, text: str) -> Any:
+        """The typed value of `text`.
+
+        Raises:
+            EnvironmentVariableError: `text` is not valid for this variable.
+        """
+        if self.kind == "names":
+            return text.split(",")
+        if self.kind == "cores":
+            try:
+                return parse_core_ranges(text)
+            except ValueError as error:
+                raise EnvironmentVariableError(f"{self.name}: {error}") from None
+        if self.kind == "bool" and text in ("0", "1"):
+            return text == "1"
+        if self.kind == "int":
+            try:
+                number = int(text)
+            except ValueError:
+                number = None
+            if number is not None and (self.minimum is None or number >= self.minimum):
+                return number
+        if self.kind == "str" and (self.choices is None or text in self.choices):
+            return text
+        raise EnvironmentVariableError(f"{self.name}={text!r} is not valid: it takes {self.valid}")
+
+
+_ROWS = (
+    EnvVar(
+        "VLLM_NEURON_CPU_MODE",
+        "bool",
+        False,
+        "Run on the CPU: the plugin is active without a Neuron device, ranks talk over gloo and nothing is compiled. "
+        "It wins over a device that is present.",
+    ),
+    EnvVar(
+        "VLLM_NEURON_BACKEND",
+        "str",
+        None,
+        "The compile backend on a device. `neuron_native` is the native backend of libtorch_neuronx_lite. Unset: the "
+        "one that vllm_neuron chooses where it is installed, else the native one. Without effect in CPU mode, where "
+        "nothing is compiled, but an unknown value is an error there too.",
+        choices=("neuron_native",),
+    ),
+    EnvVar(
+        "NEURON_PLATFORM_TARGET_OVERRIDE",
+        "str",
+        None,
+        "The chip generation to compile and plan for, instead of the one that is detected. Needed where there is no "
+        "device to ask.",
+        choices=("inf2", "trn1", "trn2", "trn3"),
+    ),
+    EnvVar(
+        "NEURON_VISIBLE_DEVICES",
+        "cores",
+        None,
+        "The NeuronCores that this engine may use, for example `0-3,7`. Unset: `NEURON_RT_VISIBLE_CORES`, else all. In "
+        "CPU mode only their number counts.",
+    ),
+    EnvVar(
+        "NEURON_RT_VISIBLE_CORES",
+        "cores",
+        None,
+        "The Neuron runtime's own list of cores, in the same syntax; read where `NEURON_VISIBLE_DEVICES` is unset. On "
+        "a device every worker sets it to its own core before the runtime starts.",
+    ),
+    EnvVar(
+        "OMNI_NEURON_CHECK_RANK_AGREEMENT",
+        "bool",
+        False,
+        "After every denoising step all ranks compare digests of their latents, and a rank that differs stops the "
+        "request with an error. Costs one small collective and one pass over the latents a step.",
+    ),
+    EnvVar(
+        "OMNI_NEURON_COLLECTIVE_TIMEOUT_S",
+        "int",
+        600,
+        "Seconds that a collective, or the start-up of a group, may take before it is an error.",
+        minimum=1,
+    ),
+    EnvVar(
+        "VLLM_PLUGINS",
+        "names",
+        None,
+        "The entry points that may be used, by name, in every group (vLLM's own variable, same meaning). Unset: all of "
+        "them. A model package that it drops is named in a warning.",
+    ),
+)
+
+VARIABLES: Mapping[str, EnvVar] = MappingProxyType({row.name: row for row in _ROWS})
+
+
+def get(name: str) -> Any:
+    """The value of a variable of the table, typed by its kind; read anew from the environment at every call.
+
+    Raises:
+        EnvironmentVariableError: the value is not valid.
+        KeyError: the table has no such variable.
+    """
+    row = _row(name)
+    text = _text(row)
+    return row.default if text is None else row.parse(text)
+
+
+def is_set(name: str) -> bool:
+    """Whether a variable of the table is set (KeyError: the table has no such variable)."""
+    return _text(_row(name)) is not None
+
+
+def _row(name: str) -> EnvVar:
+    if name not in VARIABLES:
+        near = difflib.get_close_matches(name, VARIABLES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise KeyError(f"{name} is not in the table of environment variables{hint}")
+    return VARIABLES[name]
+
+
+def _text(row: EnvVar) -> str | None:
+    text = os.environ.get(row.name)
+    return None if text == "" and row.kind != "names" else text

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one module that touches Neuron's own packages: `vllm_neuron`, `libtorch_neuronx_lite` ("Lite") and `nki`.
+
+They are not on the public index and are imported inside the functions that need them. Each name and signature used
+here is one that was recorded from public copies and call sites; none of it ran on a device so far. Where a package or
+one of the names is missing, the error is one line that says which.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from omni_neuron_runtime import env
+
+_DISTRIBUTIONS = {"vllm_neuron": "vllm-neuron", "libtorch_neuronx_lite": "libtorch-neuronx-lite", "nki": "nki"}
+
+# What Lite's process groups are called, where `vllm_neuron` is not there to be asked: CPU tensors go over gloo.
+_LITE_DIST_BACKEND = "cpu:gloo,neuron:neuron"
+
+
+class NeuronPackageError(RuntimeError):
+    """One of Neuron's own packages is missing, or lacks a name that is needed."""
+
+
+def neuron_packages() -> dict[str, str | None]:
+    """Version of each of Neuron's packages ("unknown" without metadata), None where it is not installed.
+
+    Nothing is imported.
+    """
+    return {module: _version(module) for module in _DISTRIBUTIONS}
+
+
+def get_compile_backend() -> str | None:
+    """Name of the `torch.compile` backend; None in CPU mode, where nothing is compiled.
+
+    Asks `vllm_neuron.envs.get_compile_backend_name()`; without vllm_neuron, Lite registers its native backend.
+
+    Raises:
+        EnvironmentVariableError: VLLM_NEURON_BACKEND holds an unknown value.
+        NeuronPackageError: neither package can be used.
+    """
+    env.get("VLLM_NEURON_BACKEND")  # The packages read it themselves; an unknown value must not pass in silence.
+    if env.get("VLLM_NEURON_CPU_MODE"):
+        return None
+    if _installed("vllm_neuron"):
+        return str(_attribute("vllm_neuron.envs", "get_compile_backend_name")())
+    return str(_attribute("libtorch_neuronx_lite.compile.native_backend", "register")())
+
+
+def get_dist_backend() -> str:
+    """Backend of `torch.distributed`: gloo in CPU mode, else what `vllm_neuron.envs.get_dist_backend()` says.
+
+    Raises:
+        NeuronPackageError: not in CPU mode, and neither vllm_neuron nor Lite is installed.
+    """
+    if env.get("VLLM_NEURON_CPU_MODE"):
+        return "gloo"
+    if _installed("vllm_neuron"):
+        return str(_attribute("vllm_neuron.envs", "get_dist_backend")())
+    _require("libtorch_neuronx_lite")
+    return _LITE_DIST_BACKEND
+
+
+def device_count() -> int:
+    """NeuronCores that Lite sees (NeuronPackageError without Lite)."""
+    return int(_attribute("libtorch_neuronx_lite._compiler", "device_count")())
+
+
+def platform_target() -> str:
+    """Chip generation that Lite detects, such as "trn2".
+
+    Raises:
+        NeuronPackageError: Lite is not there, or cannot tell; NEURON_PLATFORM_TARGET_OVERRIDE says it instead.
+    """
+    try:
+        return str(_attribute("libtorch_neuronx_lite.compile.platform", "get_platform_target")())
+    except RuntimeError as error:
+        valid = env.VARIABLES["NEURON_PLATFORM_TARGET_OVERRIDE"].valid
+        raise NeuronPackageError(f"{error}; NEURON_PLATFORM_TARGET_OVERRIDE can name the chip: {valid}") from error
+
+
+def hbm_gigabytes() -> dict[str, int]:
+    """Lite's own table: GiB of device memory for each platform target; empty without Lite."""
+    if not _installed("libtorch_neuronx_lite"):
+        return {}
+    return dict(_attribute("libtorch_neuronx_lite.compile.platform", "HBM_MEMORY_GB"))
+
+
+def initialize_device_runtime(core: int, device_count: int) -> None:
+    """Bind this process to one NeuronCore and register the device with torch. Not for CPU mode.
+
+    Sets NEURON_RT_VISIBLE_CORES, tells vLLM's Neuron platform how many devices there are where vllm_neuron is
+    installed, and imports Lite, which registers the device. NEURON_RT_ROOT_COMM_ID stays as the caller set it: without
+    it Lite picks a free port that a second engine may pick too, and both hang.
+
+    Args:
+        core: the physical core number, one of `visible_cores()`.
+        device_count: cores of this engine.
+
+    Raises:
+        NeuronPackageError: Lite is not installed or does not import.
+    """
+    if env.get("VLLM_NEURON_CPU_MODE"):
+        raise NeuronPackageError("VLLM_NEURON_CPU_MODE=1: there is no device runtime to initialise in CPU mode")
+    _require("libtorch_neuronx_lite")
+    os.environ["NEURON_RT_VISIBLE_CORES"] = str(core)
+    if _installed("vllm_neuron"):
+        _attribute("vllm_neuron.vllm.platform", "NeuronPlatform").set_device_count(device_count)
+    _import("libtorch_neuronx_lite")
+
+
+def register_process_group_replica_groups(group_name: str, groups: Sequence[Sequence[int]]) -> None:
+    """Tell Lite's compiler the replica groups of a process group, before the first collective over it is traced.
+
+    Without this a traced collective knows its own group only, and the compiler refuses it. In CPU mode, and where Lite
+    is not installed, nothing is traced for a device: the groups are checked and that is all.
+
+    Args:
+        group_name: `process_group.group_name`.
+        groups: every group of the axis, over all ranks: together they hold each rank of the world exactly once.
+
+    Raises:
+        ValueError: the groups do not partition the world.
+        NeuronPackageError: Lite is installed but has no such registry.
+    """
+    ranks = [rank for group in groups for rank in group]
+    if not ranks or sorted(ranks) != list(range(len(ranks))):
+        raise ValueError(
+            f"replica groups {[list(group) for group in groups]} of process group {group_name!r} do not hold each rank "
+            f"of the world exactly once; valid are groups that together make 0, 1, … world size − 1"
+        )
+    if env.get("VLLM_NEURON_CPU_MODE") or not _installed("libtorch_neuronx_lite"):
+        return
+    registry = _attribute("libtorch_neuronx_lite._compiler.distributed.mesh_registry", "_MESH_REGISTRY")
+    registry[group_name] = [list(group) for group in groups]
+
+
+def _installed(module: str) -> bool:
+    # Not find_spec alone: it raises for a module that is loaded without a spec.
+    return module in sys.modules or importlib.util.find_spec(module) is not None
+
+
+def _version(module: str) -> str | None:
+    if not _installed(module):
+        return None
+    try:
+        return metadata.version(_DISTRIBUTIONS[module])
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _require(module: str) -> None:
+    if not _installed(module):
+        raise NeuronPackageError(
+            f"{module} is not installed ({_DISTRIBUTIONS[module]} of the AWS Neuron SDK); VLLM_NEURON_CPU_MODE=1 runs "
+            f"without it"
+        )
+
+
+def _import(module: str) -> Any:
+    package = module.partition(".")[0]
+    _require(package)
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        version = _version(package)
+        raise NeuronPackageError(
+            f"{package} {version} is installed but {module} does not import ({error}): a placeholder or an "
+            f"incompatible version"
+        ) from error
+
+
+def _attribute(module: str, name: str) -> Any:
+    loaded = _import(module)
+    if not hasattr(loaded, name):
+        package = module.partition(".")[0]
+        raise NeuronPackageError(f"{package} {_version(package)} has no {module}.{name}: an incompatible version")
+    return getattr(loaded, name)
