@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every seam into private behaviour of vLLM and vLLM-Omni 0.30, each with its reason and when it can go.
+
+Replaced in the engine's process, by `apply_engine_patches` (called from `register_neuron_pipelines`):
+
+- `DiffusionExecutor.get_class` answers our subclass of the executor that it would answer. A dead or hanging worker must
+  be named to the caller and the layout be checked before a process starts, and no platform hook chooses the executor.
+  Goes when the platform interface names an executor class.
+- `InlineStageDiffusionClient.get_diffusion_output_nowait` adds the executor's reason to its "engine is dead", which can
+  overtake the failed request's own error. Goes when the client asks the executor for a reason.
+
+Replaced in each worker, by `apply_worker_patches` (called when `vllm_omni_neuron.worker` is imported):
+
+- `WorkerProc._async_output_loop` packs results without a side stream in CPU mode. It builds a stream on
+  `torch.accelerator.current_accelerator()`, which is None here; the thread dies and the engine waits for ever.
+  Patching `torch.accelerator` instead would make Dynamo start CUDA. Goes when the loop works without an accelerator.
+- `multiprocessing.shared_memory._make_filename` gives a spawned worker's segments a prefix of the engine's
+  (`name_shared_memory`), so that the engine can remove what a killed worker leaves. Goes when vLLM-Omni's `ipc` and
+  vLLM's `MessageQueue` name their segments.
+
+For the time of one call:
+
+- `torch.distributed.distributed_c10d.default_pg_timeout` (`collective_timeout`): vLLM-Omni and vLLM make all process
+  groups without a timeout, which means 30 minutes. Goes when `init_distributed_environment` takes a timeout.
+- `torch.nn.functional.gelu` (`restore_gelu`): Neuron's runtimes replace it by a Python function, which breaks
+  full-graph capture. Goes when they stop.
+
+Relied on, not replaced:
+
+- `vllm_omni.diffusion.registry._DIFFUSION_{PRE,POST}_PROCESS_FUNCS` (`forget_process_funcs`): registering over a
+  built-in architecture keeps the built-in's hooks unless new ones are named. Goes when None can mean none.
+- `DiffusionModelRunner`: `load_model`, `_initialize_generator`, `device`, `pipeline`, `od_config`.
+- `DiffusionWorker`: `init_device`, `load_model`, `init_lora_manager`, `add_lora`, `shutdown`, `sleep`, `wake_up`,
+  `handle_sleep_task`, `handle_wake_task`; `WorkerProc`: `worker_main`, `_async_output_queue`, `_enqueue_result`,
+  `_async_output_done`, `_async_output_pending`.
+- `MultiprocDiffusionExecutor`: `_init_executor`, `_launch_workers` (arguments and result), `_start_worker_monitor`,
+  `_ensure_open`, `_processes`, `_closed`, `_is_failed`, `_failure_callbacks`, `_shutdown_cleaner`, `_finalizer`,
+  `_broadcast_mq`, `_futures_lock`, `_rpc_futures`, `_output_futures`, `_completed_outputs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import secrets
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+import omni_neuron_runtime as runtime
+
+logger = logging.getLogger(__name__)
+
+_PATCHED = "_vllm_omni_neuron_original"
+OUR_LOGGERS = ("vllm_omni_neuron", "omni_neuron_runtime", "omni_neuron_parallel")
+
+
+def share_vllm_log_handlers(*names: str) -> None:
+    """Let our loggers, and those of `names`, write where vLLM's write: vLLM configures its own name only."""
+    for name in (*OUR_LOGGERS, *names):
+        ours = logging.getLogger(name)
+        if not ours.handlers:
+            ours.parent = logging.getLogger("vllm")
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    """Put `replacement` in the place of `owner.name`, once per process."""
+    original = owner.__dict__[name]
+    if hasattr(_function_of(original), _PATCHED):
+        return
+    setattr(_function_of(replacement), _PATCHED, original)
+    setattr(owner, name, replacement)
+
+
+def _function_of(attribute: Any) -> Any:
+    return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
+
+
+def apply_engine_patches() -> None:
+    """Make the engine choose our executor and repeat its reason of failure."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm_omni.diffusion.executor.abstract import DiffusionExecutor
+    from vllm_omni.diffusion.inline_stage_diffusion_client import InlineStageDiffusionClient
+
+    get_class = DiffusionExecutor.get_class
+    get_output = InlineStageDiffusionClient.get_diffusion_output_nowait
+
+    @functools.wraps(get_class)
+    def get_neuron_class(od_config: Any) -> type:
+        from vllm_omni_neuron.executor import NeuronMultiprocExecutor, NeuronUniProcExecutor
+
+        chosen: type = get_class(od_config)
+        return {ours.__base__: ours for ours in (NeuronMultiprocExecutor, NeuronUniProcExecutor)}.get(chosen, chosen)
+
+    @functools.wraps(get_output)
+    def get_output_or_reason(self: Any) -> Any:
+        try:
+            return get_output(self)
+        except EngineDeadError as error:
+            reason = getattr(self._engine.executor, "failure_reason", None)
+            if reason is None:
+                raise
+            raise _dead_engine(f"stage {self.stage_id}'s diffusion engine is dead: {reason}") from error
+
+    _replace(DiffusionExecutor, "get_class", staticmethod(get_neuron_class))
+    _replace(InlineStageDiffusionClient, "get_diffusion_output_nowait", get_output_or_reason)
+
+
+def _dead_engine(message: str) -> Exception:
+    """An `EngineDeadError` with `message`; its constructor takes none but vLLM's own."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    error: Exception = EngineDeadError()
+    error.args = (message,)
+    return error
+
+
+def apply_worker_patches() -> None:
+    """Make the result thread work where torch knows no accelerator."""
+    if not runtime.is_cpu_mode():
+        return
+    from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
+
+    _replace(WorkerProc, "_async_output_loop", pack_outputs_on_cpu)
+
+
+def pack_outputs_on_cpu(worker_proc: Any) -> None:
+    """`WorkerProc._async_output_loop` for results that are in the host's memory already."""
+    from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
+    from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
+
+    while (item := worker_proc._async_output_queue.get()) is not None:
+        output, async_output_id, _event = item
+        message = AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=async_output_id)
+        try:
+            pack_diffusion_output_shm(output)
+            message.output = output
+        except Exception as error:
+            logger.exception("packing output %s into shared memory failed", async_output_id)
+            message.error = f"packing the result into shared memory failed: {error}"
+        try:
+            worker_proc._enqueue_result(message)
+        finally:
+            with worker_proc._async_output_done:
+                worker_proc._async_output_pending = max(0, worker_proc._async_output_pending - 1)
+                worker_proc._async_output_done.notify_all()
+
+
+def name_shared_memory(prefix: str) -> None:
+    """Let this process create its shared-memory segments as `/dev/shm/<prefix><random>`."""
+    from multiprocessing import shared_memory
+
+    shared_memory._make_filename = lambda: f"/{prefix}{secrets.token_hex(6)}"  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def collective_timeout(seconds: float) -> Iterator[None]:
+    """Process groups made meanwhile fail a collective after `seconds`."""
+    from torch.distributed import distributed_c10d
+
+    before = distributed_c10d.default_pg_timeout
+    distributed_c10d.default_pg_timeout = timedelta(seconds=seconds)
+    try:
+        yield
+    finally:
+        distributed_c10d.default_pg_timeout = before
+
+
+def restore_gelu() -> None:
+    """Make `torch.nn.functional.gelu` the aten operator again."""
+    torch.nn.functional.gelu = torch._C._nn.gelu
+
+
+def forget_process_funcs(model_arch: str) -> None:
+    """Forget the pre- and post-process hooks that vLLM-Omni itself has for `model_arch`."""
+    from vllm_omni.diffusion import registry
+
+    registry._DIFFUSION_PRE_PROCESS_FUNCS.pop(model_arch, None)
+    registry._DIFFUSION_POST_PROCESS_FUNCS.pop(model_arch, None)

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The multi-process executor: vLLM-Omni's, with workers that are named when they die, fail to start or hang."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing as mp
+import multiprocessing.connection
+import os
+import secrets
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, cast
+
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
+from vllm_omni.diffusion.executor.uniproc_executor import UniProcDiffusionExecutor
+from vllm_omni.diffusion.utils.future_utils import try_set_exception
+
+import omni_neuron_runtime as runtime
+from vllm_omni_neuron import preflight, startup
+
+logger = logging.getLogger(__name__)
+
+# Seconds that workers get to end by themselves, after SIGTERM, and after SIGKILL. After a death nobody waits long:
+# the survivors may sit in a collective that nothing interrupts, and what they leave is removed here anyway.
+NORMAL_GRACE_S = (15.0, 5.0, 5.0)
+FAILURE_GRACE_S = (2.0, 1.0, 2.0)
+# A worker's peers often notice its death before the engine does; a failed request waits this long for the news.
+DEATH_NEWS_S = 1.0
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker process ended without being told to. The message names rank, process and signal or exit code."""
+
+
+class WorkerStartupError(RuntimeError):
+    """A worker did not become ready. The message names rank, phase and the worker's own error."""
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """`was killed by SIGKILL (exit code -9)` or `exited with code 3`."""
+    if exitcode is None or exitcode >= 0:
+        return f"exited with code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    return f"was killed by {name} (exit code {exitcode})"
+
+
+def stop_processes(processes: Sequence[BaseProcess], grace_s: tuple[float, float, float]) -> list[BaseProcess]:
+    """Wait for `processes` to end, then send SIGTERM, then SIGKILL; returns those that are still alive."""
+    alive = [process for process in processes if process.is_alive()]
+    for action, seconds in zip((None, "terminate", "kill"), grace_s, strict=True):
+        if action is not None:
+            for process in alive:
+                logger.warning("sending %s to diffusion worker %s (pid %s)", action, process.name, process.pid)
+                getattr(process, action)()
+        deadline = time.monotonic() + seconds
+        for process in alive:
+            process.join(max(0.0, deadline - time.monotonic()))
+        alive = [process for process in alive if process.is_alive()]
+        if not alive:
+            break
+    return alive
+
+
+def remove_shared_memory(prefix: str) -> list[str]:
+    """Remove the segments `/dev/shm/<prefix>*`, which killed workers leave; returns their names."""
+    from multiprocessing.shared_memory import SharedMemory
+
+    removed = []
+    for path in sorted(Path("/dev/shm").glob(f"{prefix}*")):
+        try:
+            # Attaching registers it with the resource tracker, which workers share with us, and unlinking forgets it.
+            segment = SharedMemory(name=path.name)
+        except FileNotFoundError:
+            continue
+        segment.close()
+        segment.unlink()
+        removed.append(path.name)
+    return removed
+
+
+class WorkerCleaner:
+    """Stops the workers and removes what they leave. Called again, it waits for the first call and retries the rest.
+
+    vLLM-Omni's own returns at once while another thread cleans up; the caller's process may then end, and hang, with
+    workers alive.
+    """
+
+    def __init__(self, broadcast_mq: Any, processes: list[BaseProcess], shm_prefix: str) -> None:
+        self.broadcast_mq = broadcast_mq
+        self.processes = processes
+        self.shm_prefix = shm_prefix
+        self.failed = False
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        """Stop whatever still runs; safe from several threads."""
+        with self._lock:
+            if self.broadcast_mq is not None:
+                self._say_goodbye()
+            self.processes = stop_processes(self.processes, FAILURE_GRACE_S if self.failed else NORMAL_GRACE_S)
+            if self.processes:
+                logger.error("diffusion workers survive SIGKILL: %s", [process.pid for process in self.processes])
+            removed = remove_shared_memory(self.shm_prefix)
+            if removed:
+                logger.info("removed shared memory that workers left: %s", ", ".join(removed))
+
+    def _say_goodbye(self) -> None:
+        from vllm_omni.diffusion.data import SHUTDOWN_MESSAGE
+
+        mq, self.broadcast_mq = self.broadcast_mq, None
+        try:
+            mq.enqueue(SHUTDOWN_MESSAGE, timeout=1.0)
+        except Exception as error:
+            logger.warning("could not ask the workers to stop: %s", error)
+
+
+class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
+    """One process per rank.
+
+    The configuration is checked against the machine before any process starts. A worker that fails or hangs while it
+    starts, or dies later, ends the engine with an error that names it; nothing of the engine is left behind.
+    """
+
+    failure_reason: str | None = None
+
+    def _init_executor(self) -> None:
+        preflight.check_world_size(self.od_config)
+        preflight.check_shared_memory()
+        # Unique per engine, and short: a name's length is limited.
+        self._shm_prefix = f"omnx{os.getpid():x}{secrets.token_hex(3)}_"
+        try:
+            super()._init_executor()
+        except BaseException:
+            self._abandon_start()
+            raise
+        self._finalizer.detach()  # type: ignore[has-type]
+        self._shutdown_cleaner = WorkerCleaner(self._broadcast_mq, self._processes, self._shm_prefix)
+        self._shutdown_cleaner.failed = self._is_failed
+        self._finalizer = weakref.finalize(self, self._shutdown_cleaner)
+
+    def _abandon_start(self) -> None:
+        """Let go of the broadcast queue, whose shared memory lives as long as anyone refers to it."""
+        broadcast_mq = getattr(self, "_broadcast_mq", None)
+        if broadcast_mq is not None:
+            broadcast_mq.shutdown()
+        self._broadcast_mq = None
+        remove_shared_memory(self._shm_prefix)
+
+    # Start-up
+
+    def _launch_workers(self, broadcast_handle: Any, wake_events: list[Any]) -> tuple[list[BaseProcess], list[Any]]:
+        """Start all workers and wait until each is ready.
+
+        Raises:
+            WorkerStartupError: one failed, ended or was not ready in OMNI_NEURON_STARTUP_TIMEOUT_S seconds.
+        """
+        od_config = self.od_config
+        world = cast(int, od_config.num_gpus)
+        context = mp.get_context("spawn")
+        processes: list[BaseProcess] = []
+        pipes: list[Connection] = []
+        try:
+            with preflight.worker_environment(world):
+                for rank in range(world):
+                    reader, writer = context.Pipe(duplex=False)
+                    arguments = (
+                        rank,
+                        writer,
+                        f"{self._shm_prefix}{rank}_",
+                        od_config,
+                        broadcast_handle,
+                        wake_events[rank],
+                        od_config.worker_extension_cls,
+                        getattr(od_config, "custom_pipeline_args", None),
+                    )
+                    process = context.Process(
+                        target=startup.worker_main, args=arguments, name=f"DiffusionWorker-{rank}", daemon=True
+                    )
+                    process.start()
+                    writer.close()
+                    processes.append(process)
+                    pipes.append(reader)
+            timeout_s = float(runtime.env.get("OMNI_NEURON_STARTUP_TIMEOUT_S"))
+            return processes, wait_until_ready(processes, pipes, timeout_s)
+        except BaseException:
+            stop_processes(processes, (0.0, *FAILURE_GRACE_S[1:]))
+            raise
+        finally:
+            for pipe in pipes:
+                pipe.close()
+
+    # Failure
+
+    def _start_worker_monitor(self) -> None:
+        def watch(processes: list[BaseProcess], executor: Callable[[], NeuronMultiprocExecutor | None]) -> None:
+            ended = multiprocessing.connection.wait([process.sentinel for process in processes])
+            alive = executor()
+            if alive is not None and not alive._closed:
+                alive._fail([rank for rank, process in enumerate(processes) if process.sentinel in ended])
+
+        threading.Thread(
+            target=watch,
+            args=(list(self._processes), weakref.ref(self)),
+            daemon=True,
+            name="diffusion-worker-monitor",
+        ).start()
+
+    def _fail(self, ranks: Sequence[int]) -> None:
+        """The workers of `ranks` have ended: tell whoever waits, stop the others, tell the engine. In this order."""
+        self.failure_reason = self._describe_deaths(ranks)
+        self._is_failed = True
+        logger.error("%s", self.failure_reason)
+        if isinstance(self._shutdown_cleaner, WorkerCleaner):
+            self._shutdown_cleaner.failed = True
+        with self._futures_lock:
+            for future in (*self._rpc_futures.values(), *self._output_futures.values()):
+                try_set_exception(future, WorkerDiedError(self.failure_reason))
+        self.shutdown()
+        for callback in self._failure_callbacks:
+            try:
+                callback()
+            except Exception:
+                logger.exception("a failure callback raised")
+
+    def _describe_deaths(self, ranks: Sequence[int]) -> str:
+        deaths = []
+        for rank in ranks:
+            process = self._processes[rank]
+            process.join(DEATH_NEWS_S)  # the exit code follows the sentinel by an instant
+            deaths.append(f"diffusion worker rank {rank} (pid {process.pid}) {describe_exit(process.exitcode)}")
+        return f"{'; '.join(deaths)}; world size {self.od_config.num_gpus}. The engine has stopped, start a new one"
+
+    def _ensure_open(self) -> None:
+        if self.failure_reason is not None:
+            raise WorkerDiedError(self.failure_reason)
+        super()._ensure_open()
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+        exec_all_ranks: bool = False,
+    ) -> Any:
+        """Run `method` on the workers, as vLLM-Omni's executor does.
+
+        Raises:
+            WorkerDiedError: a worker ended meanwhile; its peers' own errors only say that a connection broke.
+        """
+        try:
+            return super().collective_rpc(method, timeout, args, kwargs, unique_reply_rank, exec_all_ranks)
+        except WorkerDiedError:
+            raise
+        except Exception as error:
+            reason = self._death_news()
+            if reason is None:
+                raise
+            raise WorkerDiedError(reason) from error
+
+    def _death_news(self) -> str | None:
+        """Why the executor failed, if it has or does within `DEATH_NEWS_S`."""
+        deadline = time.monotonic() + DEATH_NEWS_S
+        sentinels = [process.sentinel for process in self._processes]
+        if self.failure_reason is None and sentinels and not self._closed:
+            multiprocessing.connection.wait(sentinels, timeout=DEATH_NEWS_S)
+        while self.failure_reason is None and time.monotonic() < deadline:
+            if all(process.is_alive() for process in self._processes):
+                break
+            time.sleep(0.02)
+        return self.failure_reason
+
+    def check_health(self) -> None:
+        """As vLLM-Omni's.
+
+        Raises:
+            EngineDeadError: a worker has ended; the message names it.
+        """
+        if self.failure_reason is not None:
+            error = EngineDeadError()
+            error.args = (self.failure_reason,)
+            raise error
+        super().check_health()
+
+
+class NeuronUniProcExecutor(UniProcDiffusionExecutor):
+    """The one rank in the engine's own process, after the check of the configuration against the machine."""
+
+    def _init_executor(self) -> None:
+        preflight.check_world_size(self.od_config)
+        super()._init_executor()
+
+
+def wait_until_ready(processes: Sequence[BaseProcess], pipes: Sequence[Connection], timeout_s: float) -> list[Any]:
+    """The result-queue handles of all workers, in rank order, once each has said that it is ready.
+
+    Raises:
+        WorkerStartupError: as `NeuronMultiprocExecutor._launch_workers` says.
+    """
+    phases = [startup.IMPORTING for _ in processes]
+    handles: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(handles) < len(processes):
+        waiting = {pipes[rank]: rank for rank in range(len(processes)) if rank not in handles}
+        readable = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not readable:
+            slow = "; ".join(f"rank {rank} is still {phases[rank]}" for rank in sorted(waiting.values()))
+            raise WorkerStartupError(
+                f"not all diffusion workers became ready in {timeout_s:g} s (OMNI_NEURON_STARTUP_TIMEOUT_S): {slow}"
+            )
+        for pipe in readable:
+            rank = waiting[cast(Connection, pipe)]
+            message = _receive(cast(Connection, pipe), rank, processes[rank], phases[rank])
+            if message["status"] == "phase":
+                phases[rank] = message["phase"]
+            elif message["status"] == "ready":
+                handles[rank] = message["result_handle"]
+            else:
+                logger.error("diffusion worker rank %d failed:\n%s", rank, message["traceback"])
+                raise WorkerStartupError(
+                    f"diffusion worker rank {rank} failed while {phases[rank]}: {message['error']}"
+                )
+    return [handles[rank] for rank in range(len(processes))]
+
+
+def _receive(pipe: Connection, rank: int, process: BaseProcess, phase: str) -> dict[str, Any]:
+    try:
+        return cast(dict[str, Any], pipe.recv())
+    except (EOFError, OSError) as error:
+        process.join(DEATH_NEWS_S)
+        raise WorkerStartupError(
+            f"diffusion worker rank {rank} (pid {process.pid}) {describe_exit(process.exitcode)} while {phase}"
+        ) from error

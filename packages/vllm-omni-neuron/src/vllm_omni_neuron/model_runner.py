@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner: loads, places, observes and compiles a pipeline's components. The base class runs requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
+from vllm_omni.platforms import current_omni_platform
+
+from vllm_omni_neuron.capture import TensorCapture
+
+logger = logging.getLogger(__name__)
+
+COMPONENT_ATTRIBUTES = ("_dit_modules", "_encoder_modules", "_vae_modules")
+
+
+def declared_components(pipeline: nn.Module, *attributes: str) -> dict[str, nn.Module]:
+    """The components that `pipeline` declares in the named class attributes, by name, without those this rank lacks.
+
+    A component may be None, as a second expert or a VAE that lives on one rank only.
+
+    Raises:
+        AttributeError: a declared component is no attribute of the pipeline.
+    """
+    components: dict[str, nn.Module] = {}
+    for attribute in attributes or COMPONENT_ATTRIBUTES:
+        for name in getattr(pipeline, attribute, ()):
+            if not hasattr(pipeline, name):
+                raise AttributeError(
+                    f"{type(pipeline).__name__}.{attribute} declares {name!r}, but the pipeline has no such attribute "
+                    "after loading; set it to None where this rank has none"
+                )
+            component = getattr(pipeline, name)
+            if component is not None:
+                components[name] = component
+    return components
+
+
+class NeuronDiffusionModelRunner(DiffusionModelRunner):
+    """Runs any pipeline that declares its components; no component's name is known here."""
+
+    capture: TensorCapture | None = None
+
+    def load_model(
+        self,
+        memory_pool_context_fn: Callable[[str], AbstractContextManager[Any]] | None = None,
+        load_format: str = "default",
+        custom_pipeline_name: str | None = None,
+    ) -> None:
+        """Load to the CPU, move to the device, hook for capture, compile, then observe `predict_noise`.
+
+        In this order: a hook that is registered after compilation is not in the graph, and `predict_noise` must stay
+        outside of it.
+        """
+        if load_format == "dummy":
+            return
+        device: torch.device = self.device  # type: ignore[has-type]
+        self.device = torch.device("cpu")
+        try:
+            super().load_model(memory_pool_context_fn, load_format, custom_pipeline_name)
+        finally:
+            self.device = device
+        pipeline: Any = self.pipeline
+        if device.type != "cpu":
+            pipeline.to(device)
+        settings = self.od_config.model_config.get("tensor_capture")
+        if settings:
+            self.capture = TensorCapture(settings, declared_components(pipeline, "_dit_modules"))
+        self._compile_components()
+        if self.capture is not None:
+            self.capture.observe(pipeline)
+
+    def _compile_components(self) -> None:
+        """Compile each declared component with the platform's backend, if it has one and eager mode is not enforced.
+
+        A pipeline may define `compile(backend=…)` itself and then compiles its components as it sees fit; so may a
+        component, being an `nn.Module`.
+        """
+        backend = current_omni_platform.get_compile_backend()
+        if backend is None or self.od_config.enforce_eager:
+            return
+        pipeline: Any = self.pipeline
+        if type(pipeline).compile is not nn.Module.compile:
+            logger.info("%s compiles its components with backend %r", type(pipeline).__name__, backend)
+            pipeline.compile(backend=backend)
+            return
+        components = declared_components(pipeline)
+        if not components:
+            logger.warning(
+                "%s declares no components in %s: nothing is compiled",
+                type(pipeline).__name__,
+                ", ".join(COMPONENT_ATTRIBUTES),
+            )
+        for name, component in components.items():
+            logger.info("compiling %s with backend %r at its first call", name, backend)
+            component.compile(backend=backend, fullgraph=True)
+
+    def _set_default_generator_device(self, sampling_params: Any) -> None:
+        """Draw a seeded request's noise on the CPU unless it names a device: the same noise on every platform."""
+        if sampling_params.generator is None and sampling_params.generator_device is None:
+            sampling_params.generator_device = "cpu"
+
+    def _initialize_generator(self, sampling_params: Any) -> None:
+        """As the base class, which keeps a caller's generator; a seed alone gives a CPU generator."""
+        self._set_default_generator_device(sampling_params)
+        super()._initialize_generator(sampling_params)
+
+    def enable_capture(self, prompt_hash: str = "default") -> None:
+        """Write the captured tensors of the following requests under `prompt_hash`, from step 0.
+
+        Raises:
+            RuntimeError: the engine was not configured for capture.
+        """
+        if self.capture is None:
+            raise RuntimeError(
+                'tensor capture is not configured: start the engine with model_config={"tensor_capture": '
+                '{"modules": ["blocks.0-3.attn1"], "capture_dir": "…"}}'
+            )
+        self.capture.enable(prompt_hash)
+
+    def disable_capture(self) -> None:
+        """Stop writing captured tensors."""
+        if self.capture is not None:
+            self.capture.disable()

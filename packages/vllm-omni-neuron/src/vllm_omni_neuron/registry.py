@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines that installed distributions offer in the entry-point group `vllm_omni_neuron.models`.
+
+An entry point names a module or an object with a `PIPELINE_REGISTRY`: a list of dicts with the keys below. Reading it
+imports that module, not the pipelines' own modules, which vLLM-Omni imports when a pipeline is asked for.
+
+Where several distributions claim one architecture, a distribution of others goes before ours, then the first by
+normalised name; the rest are shadowed and a warning says so. That is also the rule for two entry points of one name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import omni_neuron_runtime as runtime
+
+GROUP = "vllm_omni_neuron.models"
+REQUIRED_KEYS = ("model_arch", "class_name")
+OPTIONAL_KEYS = ("module_name", "pre_process_func_name", "post_process_func_name", "ir_op_priority_func_name")
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["registered", "shadowed", "failed", "filtered"]
+
+
+class MalformedEntryError(ValueError):
+    """A PIPELINE_REGISTRY is not of the documented shape; the message names distribution, entry and key."""
+
+
+@dataclass(frozen=True)
+class RegisteredModel:
+    """One architecture that one distribution claims, or a distribution whose claims cannot be read.
+
+    Attributes:
+        architecture: the name in a checkpoint's `model_index.json`; "" where the registry cannot be read.
+        class_name: the pipeline class.
+        module: the module that holds it.
+        entry_point: the name of the entry point, by which VLLM_PLUGINS filters.
+        distribution: who offers it.
+        version: its version.
+        status: "registered", "shadowed" (another distribution's goes first), "failed" or "filtered" (by VLLM_PLUGINS).
+        reason: why it is not registered; else "".
+        hooks: the remaining keywords of vLLM-Omni's `register_diffusion_model`.
+    """
+
+    architecture: str
+    class_name: str
+    module: str
+    entry_point: str
+    distribution: str
+    version: str
+    status: Status = "registered"
+    reason: str = ""
+    hooks: tuple[tuple[str, str], ...] = ()
+
+
+def discover_models() -> list[RegisteredModel]:
+    """Every claim of every installed distribution, sorted by architecture; the one that is used comes first.
+
+    What is wrong with one distribution is said in a warning and in its entry's `reason`, and leaves the others alone.
+    """
+    claims: list[RegisteredModel] = []
+    for provider in runtime.discover_providers(GROUP):
+        claims.extend(_claims_of(provider))
+    claims.sort(key=_order)
+    used: dict[str, RegisteredModel] = {}
+    models = []
+    for claim in claims:
+        if claim.status == "registered" and claim.architecture in used:
+            winner = used[claim.architecture]
+            reason = f"{winner.distribution} {winner.version} claims {claim.architecture} too and goes first"
+            _warn_once(
+                f"{claim.architecture} of {claim.distribution} {claim.version} is left out: {reason} (distributions of "
+                f"others before omni-neuron's own, then by name); uninstall one, or drop its entry point "
+                f"{winner.entry_point!r} with VLLM_PLUGINS"
+            )
+            models.append(replace(claim, status="shadowed", reason=reason))
+            continue
+        if claim.status == "registered":
+            used[claim.architecture] = claim
+        models.append(claim)
+    return models
+
+
+def register_models() -> list[RegisteredModel]:
+    """Register every architecture with vLLM-Omni, in place of its own pipeline where it has one; returns all claims."""
+    from vllm_omni.diffusion.registry import register_diffusion_model
+
+    from vllm_omni_neuron.compat import forget_process_funcs
+
+    models = discover_models()
+    for model in models:
+        if model.status != "registered":
+            continue
+        forget_process_funcs(model.architecture)
+        register_diffusion_model(
+            model_arch=model.architecture, module_name=model.module, class_name=model.class_name, **dict(model.hooks)
+        )
+    return models
+
+
+def _claims_of(provider: runtime.Provider) -> Iterator[RegisteredModel]:
+    """What `provider` offers; one entry with a reason where that cannot be read."""
+    whole = functools.partial(RegisteredModel, "", "", "", provider.name, provider.distribution, provider.version)
+    if provider.status in ("filtered", "shadowed"):
+        yield whole(status=provider.status, reason=provider.reason)
+        return
+    try:
+        registry = provider.load()
+    except runtime.ProviderError:
+        yield whole(status="failed", reason=provider.reason)  # the provider has said it in a warning
+        return
+    try:
+        yield from [
+            _read_entry(provider, registry, index, entry) for index, entry in enumerate(_entries(provider, registry))
+        ]
+    except MalformedEntryError as error:
+        _warn_once(f"{error}; the whole entry point is left out")
+        yield whole(status="failed", reason=str(error))
+
+
+def _entries(provider: runtime.Provider, registry: Any) -> list[Any]:
+    entries = getattr(registry, "PIPELINE_REGISTRY", registry)
+    if not isinstance(entries, list):
+        found = type(entries).__name__
+        raise MalformedEntryError(f"{provider}: its PIPELINE_REGISTRY must be a list of dicts; found a {found}")
+    return entries
+
+
+def _read_entry(provider: runtime.Provider, registry: Any, index: int, entry: Any) -> RegisteredModel:
+    where = f"{provider}: PIPELINE_REGISTRY[{index}]"
+    if not isinstance(entry, dict):
+        raise MalformedEntryError(f"{where} is a {type(entry).__name__}; it must be a dict")
+    for key in entry:
+        if key not in (*REQUIRED_KEYS, *OPTIONAL_KEYS):
+            near = difflib.get_close_matches(str(key), (*REQUIRED_KEYS, *OPTIONAL_KEYS), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join((*REQUIRED_KEYS, *OPTIONAL_KEYS))}"
+            raise MalformedEntryError(f"{where} has the unknown key {key!r}; {hint}")
+    for key in REQUIRED_KEYS:
+        if key not in entry:
+            raise MalformedEntryError(f"{where} lacks the key {key!r}")
+    for key, value in entry.items():
+        if not isinstance(value, str) or not value:
+            if value is None and key in OPTIONAL_KEYS:
+                continue
+            raise MalformedEntryError(f"{where}: key {key!r} is {value!r}; it must be a non-empty string")
+    return RegisteredModel(
+        architecture=entry["model_arch"],
+        class_name=entry["class_name"],
+        module=entry.get("module_name") or _default_module(provider, registry),
+        entry_point=provider.name,
+        distribution=provider.distribution,
+        version=provider.version,
+        hooks=tuple((key, entry[key]) for key in OPTIONAL_KEYS[1:] if entry.get(key)),
+    )
+
+
+def _default_module(provider: runtime.Provider, registry: Any) -> str:
+    """The package of the module that holds PIPELINE_REGISTRY, which then re-exports what the entry names."""
+    if isinstance(registry, types.ModuleType):
+        return registry.__package__ or registry.__name__
+    return provider.value.partition(":")[0]
+
+
+def _order(model: RegisteredModel) -> tuple[str, bool, str, str]:
+    distribution = re.sub(r"[-_.]+", "-", model.distribution).lower()
+    ours = distribution == "vllm-omni-neuron" or distribution.startswith("omni-neuron-")
+    return model.architecture, ours, distribution, model.entry_point
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
