@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line `vllm-omni-neuron`: one module a command.
+
+Importing it imports neither vLLM nor torch: `--help` is fast, and `doctor` can report what is broken.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from .convert import convert_stage_config
+from .doctor import doctor
+from .generate import generate
+from .models import models
+from .version import version
+
+app = typer.Typer(
+    name="vllm-omni-neuron",
+    help="Run diffusion models of vLLM-Omni on AWS Neuron, or on a CPU with VLLM_NEURON_CPU_MODE=1.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(generate)
+app.command()(doctor)
+app.command()(models)
+app.command()(convert_stage_config)
+app.command()(version)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+__all__ = ["app", "main"]

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a generation did, in one mapping: read from the request's output, shown as a table or as JSON.
+
+A pipeline reports through two channels that vLLM-Omni carries to the caller:
+
+- `stage_durations` of its DiffusionOutput: seconds under `text`, `denoise` and `vae`;
+- the group `generation` of the metadata beside its payload, with the keys of `REPORTED`.
+
+A pipeline may leave out any of it; what is missing is None here and shown as "–".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from .console import plain_table
+
+REPORTED = (
+    "num_inference_steps",
+    "steps_per_expert",
+    "guidance_per_expert",
+    "sample_solver",
+    "flow_shift",
+    "boundary_ratio",
+    "dtype",
+    "layout",
+)
+SECONDS = ("text", "denoise", "vae")
+MISSING = "–"
+
+
+def summary_from_output(output: Any) -> dict[str, Any]:
+    """What `output` (vLLM-Omni's OmniRequestOutput) says of its generation, None for what it does not say."""
+    metadata = _mapping(_mapping(output.multimodal_output).get("metadata"))
+    generation = _mapping(metadata.get("generation"))
+    durations = _mapping(output.stage_durations)
+    return {
+        **{name: generation.get(name) for name in REPORTED},
+        "seconds": {name: durations.get(name) for name in SECONDS},
+    }
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The summary for people."""
+    table = plain_table("", "")
+    table.show_header = False
+    frames, fps = summary["num_frames"], summary["fps"]
+    rows = {
+        "video": summary["output"],
+        "model": summary["model"],
+        "size": f"{summary['width']}×{summary['height']}",
+        "frames": f"{frames} at {fps:g} fps ({frames / fps:.2f} s)",
+        "steps": _per_expert(summary["steps_per_expert"], join=" + "),
+        "guidance": _per_expert(summary["guidance_per_expert"]),
+        "schedule": _schedule(summary),
+        "seed": str(summary["seed"]),
+        "layout": _layout(summary["layout"]),
+        "dtype": summary["dtype"] or MISSING,
+        "seconds": _seconds(summary["seconds"]),
+    }
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/bold]", value)
+    return table
+
+
+def notes(summary: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """One line for each size that the pipeline changed: what was asked for and what came out."""
+    return [
+        f"{name.replace('_', ' ')}: asked for {asked[name]}, got {summary[name]}"
+        for name in ("width", "height", "num_frames")
+        if asked[name] is not None and asked[name] != summary[name]
+    ]
+
+
+def _schedule(summary: Mapping[str, Any]) -> str:
+    shift, boundary = summary["flow_shift"], summary["boundary_ratio"]
+    parts = [
+        summary["sample_solver"],
+        None if shift is None else f"shift {shift:g}",
+        None if boundary is None else f"boundary {boundary:g}",
+    ]
+    return ", ".join(part for part in parts if part) or MISSING
+
+
+def _per_expert(values: Any, join: str = ", ") -> str:
+    if not isinstance(values, Mapping):
+        return MISSING if values is None else str(values)
+    return join.join(f"{value:g} {name}" for name, value in values.items()) or MISSING
+
+
+def _layout(layout: Any) -> str:
+    if not isinstance(layout, Mapping):
+        return MISSING if layout is None else str(layout)
+    return " × ".join(f"{name.upper()} {size}" for name, size in layout.items())
+
+
+def _seconds(seconds: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {MISSING if value is None else f'{value:.1f}'}" for name, value in seconds.items())
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
