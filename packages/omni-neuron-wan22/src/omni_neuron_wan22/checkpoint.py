@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Wan2.2 checkpoint folder in diffusers' layout: what is in it, whether we can run it, and its components."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from omni_neuron_parallel import AxisGroup, get_group
+from omni_neuron_runtime import CheckpointError, SafetensorsCheckpoint
+from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError, read_json
+from omni_neuron_wan22.mapping import (
+    UNUSED_TEXT_ENCODER_KEYS,
+    UNUSED_VAE_PREFIXES,
+    text_encoder_mapping,
+    transformer_mapping,
+    vae_mapping,
+)
+from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
+from omni_neuron_wan22.transformer import WanTransformer3DModel
+from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
+
+SUPPORTED_PIPELINES = ("WanPipeline",)
+Expert = Literal["transformer", "transformer_2"]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class WanCheckpoint:
+    """A checkpoint folder.
+
+    Attributes:
+        path: the folder with model_index.json.
+    """
+
+    path: Path
+
+    @cached_property
+    def index(self) -> dict[str, object]:
+        """model_index.json.
+
+        Raises:
+            WanConfigError: the folder or the file is missing.
+        """
+        if not self.path.is_dir():
+            raise WanConfigError(f"model = {str(self.path)!r} is not a folder on this machine")
+        return read_json(self.path / "model_index.json")
+
+    @property
+    def experts(self) -> tuple[Expert, ...]:
+        """The experts that the index lists: high noise first."""
+        names: tuple[Expert, ...] = ("transformer", "transformer_2")
+        return tuple(name for name in names if self._listed(name))
+
+    def experts_in_use(self, boundary_ratio: float | None) -> tuple[Expert, ...]:
+        """The experts to load: boundary 1.0 needs only the low-noise one, 0.0 only the high-noise one."""
+        if len(self.experts) == 2 and boundary_ratio == 1.0:
+            return ("transformer_2",)
+        if len(self.experts) == 2 and boundary_ratio == 0.0:
+            return ("transformer",)
+        return self.experts
+
+    @property
+    def boundary_ratio(self) -> float | None:
+        """The boundary that the checkpoint was trained with, where the index names it."""
+        value = self.index.get("boundary_ratio")
+        return float(value) if isinstance(value, int | float) else None
+
+    def transformer_config(self, expert: Expert) -> WanConfig:
+        """The DiT's sizes."""
+        return WanConfig.from_file(self.path / expert / "config.json")
+
+    @cached_property
+    def text_encoder_config(self) -> UMT5Config:
+        """The encoder's sizes."""
+        return UMT5Config.from_file(self.path / "text_encoder" / "config.json")
+
+    @cached_property
+    def vae_config(self) -> VaeConfig:
+        """The VAE's sizes and latent statistics."""
+        return VaeConfig.from_file(self.path / "vae" / "config.json")
+
+    def check(self, *, tensor_parallel_size: int = 1, boundary_ratio: float | None = None) -> None:
+        """Refuse what cannot run, from configuration files and safetensors headers alone; no tensor is read.
+
+        Raises:
+            WanConfigError: another pipeline, a missing component, a TP size that does not divide the heads.
+            CheckpointError: a truncated or corrupt file, missing keys, a tensor of the wrong shape.
+        """
+        self._check_pipeline()
+        for expert in self.experts_in_use(boundary_ratio):
+            config = self.transformer_config(expert)
+            config.check_tensor_parallel(tensor_parallel_size)
+            if config.in_channels != self.vae_config.z_dim:
+                raise WanConfigError(
+                    f"{expert}: in_channels = {config.in_channels} but the VAE has z_dim = {self.vae_config.z_dim}"
+                )
+            if config.text_dim != self.text_encoder_config.d_model:
+                raise WanConfigError(
+                    f"{expert}: text_dim = {config.text_dim} but the text encoder has "
+                    f"d_model = {self.text_encoder_config.d_model}"
+                )
+            self._check_weights(expert, _transformer(config), transformer_mapping(config))
+        text_config = self.text_encoder_config
+        self._check_weights("text_encoder", _text_encoder(text_config), text_encoder_mapping(text_config))
+        self._check_weights("vae", lambda group: NeuronAutoencoderKLWan(self.vae_config), vae_mapping(self.vae_config))
+
+    def _listed(self, component: str) -> bool:
+        entry = self.index.get(component)
+        return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
+
+    def _check_pipeline(self) -> None:
+        pipeline = self.index.get("_class_name")
+        if pipeline not in SUPPORTED_PIPELINES:
+            raise WanConfigError(
+                f"{self.path / 'model_index.json'}: _class_name = {pipeline!r}; "
+                f"this version of omni-neuron-wan22 runs {', '.join(SUPPORTED_PIPELINES)} (text-to-video, two experts)"
+            )
+        if self.index.get("expand_timesteps"):
+            raise WanConfigError(
+                f"{self.path / 'model_index.json'}: expand_timesteps is set, which makes this TI2V-5B; "
+                "this version of omni-neuron-wan22 runs the T2V-A14B layout only"
+            )
+        if not self.experts:
+            raise WanConfigError(f"{self.path / 'model_index.json'} lists no transformer")
+        needed = [*self.experts, "text_encoder", "tokenizer", "vae"]
+        missing = [component for component in needed if not (self.path / component).is_dir()]
+        if missing:
+            raise WanConfigError(
+                f"{self.path}: no folder {', '.join(missing)}; a Wan2.2 checkpoint has {', '.join(needed)}"
+            )
+
+    def _check_weights(
+        self, component: str, make: Callable[[AxisGroup], nn.Module], mapping: Mapping[str, str | list[str]]
+    ) -> None:
+        # Unsharded, so that the shapes are the checkpoint's own; nothing is allocated on the meta device.
+        with torch.device("meta"):
+            module = make(AxisGroup("tp"))
+        checkpoint = SafetensorsCheckpoint(self.path / component)
+        checkpoint.validate()
+        keys = set(checkpoint.keys())
+        missing = [key for names in mapping.values() for key in _as_list(names) if key not in keys]
+        if missing:
+            raise CheckpointError(f"{self.path / component}: missing {len(missing)} tensor(s): {_listing(missing)}")
+        for name, parameter in module.named_parameters():
+            sources = _as_list(mapping[name])
+            elements = sum(torch.Size(checkpoint.shape(key)).numel() for key in sources)
+            expected = parameter.numel()
+            first = tuple(checkpoint.shape(sources[0]))
+            same_shape = len(sources) > 1 or parameter.dim() != len(first) or tuple(parameter.shape) == first
+            if elements != expected or not same_shape:
+                found = ", ".join(f"{key} {list(checkpoint.shape(key))}" for key in sources)
+                raise CheckpointError(
+                    f"{self.path / component}: {found} does not fit {name} {list(parameter.shape)} of the configuration"
+                )
+
+
+def load_transformer(
+    checkpoint: WanCheckpoint,
+    expert: Expert,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    group: AxisGroup | None = None,
+) -> WanTransformer3DModel:
+    """One expert's DiT, this rank's shards only, in `dtype` (the modulation's parameters in float32)."""
+    config = checkpoint.transformer_config(expert)
+    return _load(_transformer(config), transformer_mapping(config), checkpoint.path / expert, dtype, device, group)
+
+
+def load_text_encoder(
+    checkpoint: WanCheckpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    group: AxisGroup | None = None,
+) -> NeuronTextEncoderWrapper:
+    """The UMT5 encoder, this rank's shards only."""
+    config = checkpoint.text_encoder_config
+    path = checkpoint.path / "text_encoder"
+    return _load(
+        _text_encoder(config), text_encoder_mapping(config), path, dtype, device, group, UNUSED_TEXT_ENCODER_KEYS
+    )
+
+
+def load_vae(
+    checkpoint: WanCheckpoint, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> NeuronAutoencoderKLWan:
+    """The VAE's decoder, whole; only the rank that decodes calls this."""
+    config = checkpoint.vae_config
+
+    def make(group: AxisGroup) -> NeuronAutoencoderKLWan:
+        return NeuronAutoencoderKLWan(config)
+
+    return _load(
+        make, vae_mapping(config), checkpoint.path / "vae", dtype, device, AxisGroup("tp"), UNUSED_VAE_PREFIXES
+    )
+
+
+def _transformer(config: WanConfig) -> Callable[[AxisGroup], WanTransformer3DModel]:
+    return lambda group: WanTransformer3DModel(config, group=group)
+
+
+def _text_encoder(config: UMT5Config) -> Callable[[AxisGroup], NeuronTextEncoderWrapper]:
+    return lambda group: NeuronTextEncoderWrapper(config, group=group)
+
+
+def _load(
+    make: Callable[[AxisGroup], ModuleT],
+    mapping: Mapping[str, str | list[str]],
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    group: AxisGroup | None,
+    unused: tuple[str, ...] = (),
+) -> ModuleT:
+    group = group or get_group("tp")
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            module = make(group)
+    finally:
+        torch.set_default_dtype(default)
+    result = SafetensorsCheckpoint(path).load_sharded_pipelined(
+        group.rank, group.size, module, mapping, torch.device(device)
+    )
+    unexpected = (
+        [key for key in result.unexpected_keys if not key.startswith(unused)]
+        if unused
+        else list(result.unexpected_keys)
+    )
+    if unexpected:
+        raise CheckpointError(f"{path}: {len(unexpected)} tensor(s) that nothing uses: {_listing(unexpected)}")
+    module.load_state_dict(result.state_dict, strict=True, assign=True)
+    return module.eval().requires_grad_(False).to(device)
+
+
+def _as_list(names: str | list[str]) -> list[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def _listing(names: list[str], most: int = 8) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

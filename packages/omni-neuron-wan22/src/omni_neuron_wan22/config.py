@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three model configurations, read from a checkpoint's config.json files and checked in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omni_neuron_parallel import valid_tensor_parallel_sizes
+
+ConfigT = TypeVar("ConfigT", bound="_Config")
+
+
+class WanConfigError(ValueError):
+    """A checkpoint or engine configuration that this package cannot run; the message says what it can."""
+
+
+@dataclass(frozen=True)
+class _Config:
+    @classmethod
+    def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+        """Take this class's fields out of a config.json; keys of no consequence here are left aside."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        taken = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in names}
+        return cls(**taken)
+
+    @classmethod
+    def from_file(cls: type[ConfigT], path: str | Path) -> ConfigT:
+        """Read a config.json.
+
+        Raises:
+            WanConfigError: no such file, or not JSON.
+        """
+        return cls.from_dict(read_json(Path(path)))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from `path`, with errors that name the file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WanConfigError(f"{path} is missing") from None
+    except json.JSONDecodeError as error:
+        raise WanConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise WanConfigError(f"{path} holds a {type(values).__name__}, not an object")
+    return values
+
+
+@dataclass(frozen=True)
+class WanConfig(_Config):
+    """The DiT (`WanTransformer3DModel`); field names are diffusers', defaults those of T2V-A14B."""
+
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    num_attention_heads: int = 40
+    attention_head_dim: int = 128
+    in_channels: int = 16
+    out_channels: int = 16
+    text_dim: int = 4096
+    freq_dim: int = 256
+    ffn_dim: int = 13824
+    num_layers: int = 40
+    cross_attn_norm: bool = True
+    qk_norm: str | None = "rms_norm_across_heads"
+    eps: float = 1e-6
+    image_dim: int | None = None
+    added_kv_proj_dim: int | None = None
+    pos_embed_seq_len: int | None = None
+    rope_max_seq_len: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.qk_norm != "rms_norm_across_heads":
+            raise WanConfigError(f"qk_norm = {self.qk_norm!r}: Wan2.2 checkpoints have 'rms_norm_across_heads'")
+        if self.attention_head_dim % 2:
+            raise WanConfigError(f"attention_head_dim = {self.attention_head_dim}: rotary embedding needs an even one")
+        if self.image_dim is not None or self.added_kv_proj_dim is not None or self.in_channels != self.out_channels:
+            raise WanConfigError(
+                f"in_channels = {self.in_channels}, out_channels = {self.out_channels}, image_dim = {self.image_dim}: "
+                "this is an image-to-video DiT; this version of omni-neuron-wan22 runs text-to-video (T2V-A14B layout)"
+            )
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the token stream: heads · head dim."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def patch_volume(self) -> int:
+        """Latent values in one patch of one channel."""
+        return math.prod(self.patch_size)
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Refuse a TP size that does not divide the heads.
+
+        Raises:
+            WanConfigError: naming the sizes that do.
+        """
+        if size < 1 or self.num_attention_heads % size:
+            valid = ", ".join(map(str, valid_tensor_parallel_sizes(self.num_attention_heads)))
+            raise WanConfigError(
+                f"tensor_parallel_size = {size}: the DiT has {self.num_attention_heads} attention heads, "
+                f"which {size} does not divide; valid sizes are {valid}"
+            )
+
+
+@dataclass(frozen=True)
+class UMT5Config(_Config):
+    """The text encoder (`UMT5EncoderModel`); field names are transformers', defaults those of UMT5-XXL."""
+
+    vocab_size: int = 256384
+    d_model: int = 4096
+    d_kv: int = 64
+    d_ff: int = 10240
+    num_layers: int = 24
+    num_heads: int = 64
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    layer_norm_epsilon: float = 1e-6
+    feed_forward_proj: str = "gated-gelu"
+
+    def __post_init__(self) -> None:
+        if self.feed_forward_proj != "gated-gelu":
+            raise WanConfigError(f"feed_forward_proj = {self.feed_forward_proj!r}: UMT5 has 'gated-gelu'")
+
+
+@dataclass(frozen=True)
+class VaeConfig(_Config):
+    """The decoder half of `AutoencoderKLWan` (VAE 2.1); field names are diffusers', defaults those of T2V-A14B."""
+
+    base_dim: int = 96
+    decoder_base_dim: int | None = None
+    z_dim: int = 16
+    dim_mult: tuple[int, ...] = (1, 2, 4, 4)
+    num_res_blocks: int = 2
+    attn_scales: tuple[float, ...] = ()
+    temperal_downsample: tuple[bool, ...] = (False, True, True)
+    latents_mean: tuple[float, ...] = ()
+    latents_std: tuple[float, ...] = ()
+    is_residual: bool = False
+    out_channels: int = 3
+    patch_size: int | None = None
+    scale_factor_temporal: int = 4
+    scale_factor_spatial: int = 8
+
+    def __post_init__(self) -> None:
+        if self.is_residual or self.patch_size is not None:
+            raise WanConfigError(
+                f"is_residual = {self.is_residual}, patch_size = {self.patch_size}: this is VAE 2.2 (TI2V-5B); "
+                "this version of omni-neuron-wan22 runs VAE 2.1 (T2V-A14B layout)"
+            )
+        for name in ("latents_mean", "latents_std"):
+            if len(getattr(self, name)) != self.z_dim:
+                raise WanConfigError(f"{name} has {len(getattr(self, name))} values, z_dim is {self.z_dim}")
+
+    @property
+    def decoder_dims(self) -> tuple[int, ...]:
+        """Channels of the decoder from the latent side to the pixel side, one more than there are up blocks."""
+        base = self.decoder_base_dim or self.base_dim
+        return tuple(base * factor for factor in (self.dim_mult[-1], *reversed(self.dim_mult)))

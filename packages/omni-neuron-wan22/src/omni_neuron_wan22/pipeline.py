@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan2.2 text-to-video as vLLM-Omni runs it: text encoder, two experts in turn, VAE on rank 0."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
+from vllm_omni.diffusion.distributed.cfg_parallel import CFGParallelMixin
+from vllm_omni.diffusion.distributed.utils import get_local_device
+from vllm_omni.diffusion.forward_context import DenoiseProgressMixin
+from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
+from vllm_omni.diffusion.models.progress_bar import ProgressBarMixin
+from vllm_omni.diffusion.request import OmniDiffusionRequest
+from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+from omni_neuron_parallel import check_rank_agreement, get_topology
+from omni_neuron_runtime import env
+from omni_neuron_wan22.checkpoint import Expert, WanCheckpoint, load_text_encoder, load_transformer, load_vae
+from omni_neuron_wan22.config import WanConfigError
+from omni_neuron_wan22.prompt import tokenize_prompt
+from omni_neuron_wan22.request import EngineDefaults, GenerationRequest, resolve_request
+from omni_neuron_wan22.scheduler import make_scheduler
+from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
+from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel
+from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
+
+logger = logging.getLogger(__name__)
+
+
+def engine_defaults(od_config: OmniDiffusionConfig, checkpoint: WanCheckpoint) -> EngineDefaults:
+    """What the engine's configuration and the checkpoint say where a request does not."""
+    boundary = od_config.boundary_ratio
+    vae = checkpoint.vae_config
+    patch = checkpoint.transformer_config(checkpoint.experts[0]).patch_size
+    return EngineDefaults(
+        boundary_ratio=checkpoint.boundary_ratio if boundary is None else boundary,
+        flow_shift=od_config.flow_shift,
+        spatial_stride=vae.scale_factor_spatial * patch[1],
+        temporal_stride=vae.scale_factor_temporal,
+    )
+
+
+def check_engine_config(od_config: OmniDiffusionConfig) -> WanCheckpoint:
+    """Refuse an engine configuration that this version cannot run, before any worker starts.
+
+    Raises:
+        WanConfigError: an unsupported layout or feature, or a checkpoint that does not fit.
+        CheckpointError: damaged weights.
+    """
+    parallel = od_config.parallel_config
+    unsupported = {
+        "ring_degree": parallel.ring_degree,
+        "ulysses_degree": parallel.ulysses_degree,
+        "allgather_degree": parallel.allgather_degree,
+        "cfg_parallel_size": parallel.cfg_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "vae_patch_parallel_size": parallel.vae_patch_parallel_size,
+    }
+    for name, value in unsupported.items():
+        if value != 1:
+            raise WanConfigError(
+                f"{name} = {value}: this version of omni-neuron-wan22 runs tensor parallelism only; use 1"
+            )
+    switches = {
+        "tp_sequence_parallel": (od_config.model_config or {}).get("tp_sequence_parallel"),
+        "enable_cpu_offload": od_config.enable_cpu_offload,
+        "enable_layerwise_offload": od_config.enable_layerwise_offload,
+        "vae_use_tiling": od_config.vae_use_tiling,
+        "quantization_config": od_config.quantization_config,
+    }
+    for name, value in switches.items():
+        if value:
+            raise WanConfigError(f"{name} = {value!r}: not in this version of omni-neuron-wan22; leave it unset")
+    if od_config.cache_backend not in (None, "none"):
+        raise WanConfigError(
+            f"cache_backend = {od_config.cache_backend!r}: not in this version of omni-neuron-wan22; use none"
+        )
+    checkpoint = WanCheckpoint(Path(str(od_config.model)))
+    checkpoint.check(tensor_parallel_size=parallel.tensor_parallel_size, boundary_ratio=od_config.boundary_ratio)
+    return checkpoint
+
+
+def get_neuron_wan22_pre_process_func(
+    od_config: OmniDiffusionConfig,
+) -> Callable[[OmniDiffusionRequest], OmniDiffusionRequest]:
+    """Check the engine's configuration now, in the engine's process, and every request as it comes."""
+    checkpoint = check_engine_config(od_config)
+    defaults = engine_defaults(od_config, checkpoint)
+
+    def pre_process(request: OmniDiffusionRequest) -> OmniDiffusionRequest:
+        if request.is_dummy_run():
+            return request
+        resolved = resolve_request(request.prompt, request.sampling_params, defaults)
+        # The rounded sizes, so that what vLLM-Omni reports is what is made, and no second warning in the workers.
+        params = request.sampling_params
+        params.height, params.width, params.num_frames = resolved.height, resolved.width, resolved.num_frames
+        params.extra_args = {**(params.extra_args or {}), "num_frames": resolved.num_frames}
+        return request
+
+    return pre_process
+
+
+def get_neuron_wan22_post_process_func(od_config: OmniDiffusionConfig) -> Callable[..., Any]:
+    """Turn the workers' frames into what the caller asked for, keeping the report beside them."""
+    from diffusers.video_processor import VideoProcessor
+
+    processor = VideoProcessor(vae_scale_factor=8)
+
+    def post_process(output: dict[str, Any], output_type: str = "np", sampling_params: Any = None) -> dict[str, Any]:
+        if sampling_params is not None and sampling_params.output_type is not None:
+            output_type = sampling_params.output_type
+        video = output["payload"]["video"]
+        if output_type != "latent":
+            video = processor.postprocess_video(video, output_type=output_type)
+        return {"payload": {"video": video}, "metadata": output["metadata"]}
+
+    return post_process
+
+
+@dataclass
+class Trajectory:
+    """What one denoising run uses and records.
+
+    Attributes:
+        request: what was asked for.
+        prompt_embeds: `[1, L, text_dim]`.
+        negative_prompt_embeds: the same of the negative prompt; None where no step uses guidance.
+        cross_attention: keys and values in every block, by expert and by whether the text is the negative one.
+        steps: steps taken so far, by expert.
+    """
+
+    request: GenerationRequest
+    prompt_embeds: torch.Tensor
+    negative_prompt_embeds: torch.Tensor | None
+    cross_attention: dict[tuple[Expert, bool], CrossAttentionKV] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=lambda: {"transformer": 0, "transformer_2": 0})
+
+
+class NeuronWanPipeline(
+    nn.Module, CFGParallelMixin, ProgressBarMixin, DenoiseProgressMixin, SupportsComponentDiscovery
+):
+    """Wan2.2 text-to-video (architecture `WanPipeline`), tensor-parallel.
+
+    Every rank encodes the text and denoises; the VAE lives on global rank 0, whose output vLLM-Omni takes.
+
+    Args:
+        od_config: vLLM-Omni's configuration of this stage.
+        prefix: not used; part of vLLM-Omni's signature.
+    """
+
+    supports_request_batch: ClassVar[bool] = False
+    # A warm-up at vLLM-Omni's 512×512 would compile graphs of a shape that nobody asked for.
+    dummy_run_num_frames: ClassVar[int] = 0
+    _dit_modules: ClassVar[list[str]] = ["transformer", "transformer_2"]
+    _encoder_modules: ClassVar[list[str]] = ["text_encoder"]
+    _vae_modules: ClassVar[list[str]] = ["vae"]
+    # vLLM-Omni's loader streams these; ours reads its own shards in `load_weights`.
+    weights_sources: ClassVar[tuple[()]] = ()
+    if TYPE_CHECKING:  # from vLLM-Omni's mixins, whose types mypy does not follow (see pyproject.toml)
+        predict_noise_maybe_with_cfg: Callable[..., torch.Tensor]
+        progress_bar: Callable[..., Any]
+        record_denoise_step: Callable[..., None]
+
+    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
+        super().__init__()
+        self.od_config = od_config
+        self.checkpoint = WanCheckpoint(Path(str(od_config.model)))
+        self.defaults = engine_defaults(od_config, self.checkpoint)
+        self.device = get_local_device()
+        self.tokenizer = AutoTokenizer.from_pretrained(self.checkpoint.path / "tokenizer", local_files_only=True)
+        self.scheduler = make_scheduler("unipc", self.defaults.flow_shift or 5.0)
+        self.text_encoder: NeuronTextEncoderWrapper | None = None
+        self.transformer: WanTransformer3DModel | None = None
+        self.transformer_2: WanTransformer3DModel | None = None
+        self.vae: NeuronAutoencoderKLWan | None = None
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this rank decodes and answers."""
+        return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load this rank's shards of every component that it runs.
+
+        Args:
+            weights: empty, as `weights_sources` is.
+
+        Returns:
+            The names of all parameters, for vLLM-Omni's completeness check.
+        """
+        dtype, device = self.od_config.dtype, self.device
+        self.text_encoder = load_text_encoder(self.checkpoint, dtype=dtype, device=device)
+        for expert in self.checkpoint.experts_in_use(self.od_config.boundary_ratio):
+            setattr(self, expert, load_transformer(self.checkpoint, expert, dtype=dtype, device=device))
+        if self.is_output_rank:
+            self.vae = load_vae(self.checkpoint, dtype=dtype, device=device)
+        return {name for name, _ in self.named_parameters()}
+
+    @torch.inference_mode()
+    def forward(self, batch: DiffusionRequestBatch) -> DiffusionOutput:
+        """Generate one video.
+
+        Returns:
+            On the output rank `{"payload": {"video": …}, "metadata": {"generation": …}}`: frames `[1, 3, F, H, W]`
+            float32 within ±1, or latents `[1, C, T, h, w]` float32 for output type "latent". Elsewhere nothing.
+        """
+        sampling_params = batch.sampling_params
+        request = self.resolve(batch.requests[0].prompt, sampling_params)
+        clock = _StageClock()
+
+        with clock("text"):
+            trajectory = self.encode(request)
+        latents = self.prepare_latents(request, sampling_params.generator, sampling_params.latents)
+        with clock("denoise"):
+            latents = self.diffuse(latents, trajectory)
+        if not self.is_output_rank:
+            return DiffusionOutput()
+        with clock("vae"):
+            video = latents if request.output_type == "latent" else self.decode(latents)
+        return DiffusionOutput(
+            output={
+                "payload": {"video": video.float().cpu()},
+                "metadata": {
+                    "video": {"fps": request.fps},
+                    "generation": self._report(request, trajectory, clock.seconds),
+                },
+            },
+            stage_durations=clock.seconds,
+        )
+
+    def resolve(self, prompt: Any, sampling_params: OmniDiffusionSamplingParams) -> GenerationRequest:
+        """The request as this engine and checkpoint will serve it; see `resolve_request`."""
+        return resolve_request(prompt, sampling_params, self.defaults)
+
+    def encode(self, request: GenerationRequest) -> Trajectory:
+        """Encode the prompt, and the negative prompt where guidance needs it."""
+        length = request.max_sequence_length
+        negative = self.encode_prompt(request.negative_prompt, length) if request.uses_guidance else None
+        return Trajectory(request, self.encode_prompt(request.prompt, length), negative)
+
+    def encode_prompt(self, prompt: str, max_sequence_length: int) -> torch.Tensor:
+        """`[1, max_sequence_length, text_dim]`, zero at padded positions."""
+        assert self.text_encoder is not None
+        input_ids, attention_mask = tokenize_prompt(self.tokenizer, prompt, max_sequence_length)
+        output = self.text_encoder(input_ids.to(self.device), attention_mask.to(self.device))
+        return output.last_hidden_state
+
+    def prepare_latents(
+        self,
+        request: GenerationRequest,
+        generator: torch.Generator | None = None,
+        latents: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The initial noise `[1, C, T, h, w]`, float32, the same on every rank: drawn whole, on the generator's device.
+
+        Args:
+            request: sizes and, without a generator, the seed.
+            generator: the caller's; authoritative.
+            latents: the caller's own initial latents, instead of drawn ones.
+
+        Raises:
+            ValueError: latents of another shape.
+        """
+        vae = self.checkpoint.vae_config
+        shape = (
+            1,
+            vae.z_dim,
+            (request.num_frames - 1) // vae.scale_factor_temporal + 1,
+            request.height // vae.scale_factor_spatial,
+            request.width // vae.scale_factor_spatial,
+        )
+        if latents is not None:
+            if tuple(latents.shape) != shape:
+                raise ValueError(f"latents have shape {list(latents.shape)}; this request needs {list(shape)}")
+            return latents.to(self.device, torch.float32)
+        if generator is None:
+            if request.seed is None:
+                raise ValueError("neither seed nor generator nor latents: ranks would draw different noise")
+            generator = torch.Generator("cpu").manual_seed(request.seed)
+        noise = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+        return noise.to(self.device)
+
+    def diffuse(self, latents: torch.Tensor, trajectory: Trajectory) -> torch.Tensor:
+        """Denoise `latents` (float32) over all steps of the request, with the expert that each timestep belongs to."""
+        request = trajectory.request
+        # A scheduler of its own for every request: nothing of the last one's shift or solver can stick.
+        self.scheduler = make_scheduler(request.sample_solver, request.flow_shift)
+        self.scheduler.set_timesteps(request.num_inference_steps, device=self.device)
+        boundary = request.boundary_ratio * self.scheduler.config.num_train_timesteps
+        check_ranks = env.get("OMNI_NEURON_CHECK_RANK_AGREEMENT")
+        if check_ranks:
+            check_rank_agreement(latents, "initial noise")
+        timesteps = self.scheduler.timesteps
+        with self.progress_bar(total=len(timesteps)) as progress:
+            for step, (timestep, value) in enumerate(zip(timesteps, timesteps.tolist(), strict=True)):
+                self.record_denoise_step(step, timestep, total_steps=len(timesteps))
+                expert, scale = self._expert(value, boundary, request)
+                prediction = self._predict(latents, timestep, expert, scale, trajectory)
+                latents = self.scheduler.step(prediction.float(), timestep, latents).prev_sample
+                trajectory.steps[expert] += 1
+                if check_ranks:
+                    check_rank_agreement(latents, f"latents after step {step + 1} of {len(timesteps)}")
+                progress.update()
+        return latents
+
+    def predict_noise(self, current_model: nn.Module | None = None, **kwargs: Any) -> torch.Tensor:
+        """One forward of an expert; vLLM-Omni's guidance mixin calls it once a branch."""
+        assert current_model is not None
+        return current_model(**kwargs, return_dict=False)[0]
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents `[1, C, T, h, w]` float32 to frames `[1, 3, 4 T − 3, 8 h, 8 w]` within ±1. Output rank only."""
+        assert self.vae is not None
+        return self.vae.decode(self.vae.denormalize(latents))
+
+    def _expert(self, timestep: float, boundary: float, request: GenerationRequest) -> tuple[Expert, float]:
+        """The expert of a timestep and its guidance; at the boundary itself it is still the high-noise one."""
+        low_noise = timestep < boundary
+        scale = request.guidance_scale_2 if low_noise else request.guidance_scale
+        wanted: Expert = "transformer_2" if low_noise and "transformer_2" in self.checkpoint.experts else "transformer"
+        if getattr(self, wanted) is None:
+            raise ValueError(
+                f"timestep {timestep:.0f} with boundary_ratio = {request.boundary_ratio} needs {wanted}, which "
+                f"the engine did not load because it was started with boundary_ratio = {self.od_config.boundary_ratio}"
+            )
+        return wanted, scale
+
+    def _predict(
+        self, latents: torch.Tensor, timestep: torch.Tensor, expert: Expert, scale: float, trajectory: Trajectory
+    ) -> torch.Tensor:
+        guided = scale > 1.0
+        shared = {
+            "current_model": getattr(self, expert),
+            "hidden_states": latents.to(self.od_config.dtype),
+            "timestep": timestep.expand(latents.shape[0]),
+        }
+        negative = None
+        if guided:
+            negative = shared | {"cross_attention_kv_cache": self._cross_attention(expert, True, trajectory)}
+        return self.predict_noise_maybe_with_cfg(
+            do_true_cfg=guided,
+            true_cfg_scale=scale,
+            positive_kwargs=shared | {"cross_attention_kv_cache": self._cross_attention(expert, False, trajectory)},
+            negative_kwargs=negative,
+            cfg_normalize=False,
+        )
+
+    def _cross_attention(self, expert: Expert, negative: bool, trajectory: Trajectory) -> CrossAttentionKV:
+        """The text's keys and values in this expert: projected at its first step, reused at all others."""
+        key = (expert, negative)
+        if key not in trajectory.cross_attention:
+            # The experts follow each other and never alternate, so the last one's need not be kept.
+            trajectory.cross_attention = {k: v for k, v in trajectory.cross_attention.items() if k[0] == expert}
+            model: WanTransformer3DModel = getattr(self, expert)
+            embeds = trajectory.negative_prompt_embeds if negative else trajectory.prompt_embeds
+            assert embeds is not None
+            trajectory.cross_attention[key] = model.project_cross_attention_kv(embeds)
+        return trajectory.cross_attention[key]
+
+    def _report(self, request: GenerationRequest, trajectory: Trajectory, seconds: dict[str, float]) -> dict[str, Any]:
+        topology = get_topology()
+        return {
+            "model": self.checkpoint.path.name,
+            "height": request.height,
+            "width": request.width,
+            "num_frames": request.num_frames,
+            "fps": request.fps,
+            "num_inference_steps": request.num_inference_steps,
+            "steps_per_expert": dict(trajectory.steps),
+            "guidance_per_expert": {"transformer": request.guidance_scale, "transformer_2": request.guidance_scale_2},
+            "boundary_ratio": request.boundary_ratio,
+            "flow_shift": request.flow_shift,
+            "sample_solver": request.sample_solver,
+            "seed": request.seed,
+            "dtype": str(self.od_config.dtype).removeprefix("torch."),
+            "layout": {"tp": topology.tp, "cp": topology.cp, "cfg": topology.cfg},
+            "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        }
+
+
+class _StageClock:
+    """Wall-clock seconds of the stages of one generation."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._running: list[tuple[str, float]] = []
+
+    def __call__(self, stage: str) -> _StageClock:
+        self._running.append((stage, time.perf_counter()))
+        return self
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        stage, started = self._running.pop()
+        self.seconds[stage] = time.perf_counter() - started

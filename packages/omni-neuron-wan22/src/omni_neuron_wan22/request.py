@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request asks for, after defaults, engine settings and checks: one frozen object that the pipeline follows.
+
+Every setting is looked up in one order: the request, then the engine's configuration, then the checkpoint, then the
+default here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from omni_neuron_wan22.scheduler import SAMPLE_SOLVERS
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_HEIGHT = 480
+DEFAULT_WIDTH = 832
+DEFAULT_NUM_FRAMES = 81
+DEFAULT_NUM_INFERENCE_STEPS = 40
+DEFAULT_GUIDANCE_SCALE = 4.0
+DEFAULT_FLOW_SHIFT = 5.0
+DEFAULT_BOUNDARY_RATIO = 0.875
+DEFAULT_FPS = 16
+DEFAULT_MAX_SEQUENCE_LENGTH = 512
+OUTPUT_TYPES = ("np", "pt", "pil", "latent")
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; the message names the setting, its value and what would be valid."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A checked request.
+
+    Attributes:
+        prompt: the text as given; never empty.
+        negative_prompt: what to steer away from; empty is allowed.
+        height, width: pixels, multiples of the VAE's and the patch's joint stride.
+        num_frames: video frames, 4 k + 1.
+        num_inference_steps: solver steps.
+        guidance_scale: guidance of the high-noise expert; 1 or less means none.
+        guidance_scale_2: guidance of the low-noise expert.
+        boundary_ratio: timesteps of at least this share of 1000 belong to the high-noise expert.
+        flow_shift: shift of the noise schedule.
+        sample_solver: one of `SAMPLE_SOLVERS`.
+        seed: of the initial noise; None where the caller brought a generator or latents.
+        fps: frames a second of the container; does not change what is generated.
+        max_sequence_length: text tokens.
+        output_type: one of `OUTPUT_TYPES`.
+    """
+
+    prompt: str
+    negative_prompt: str
+    height: int
+    width: int
+    num_frames: int
+    num_inference_steps: int
+    guidance_scale: float
+    guidance_scale_2: float
+    boundary_ratio: float
+    flow_shift: float
+    sample_solver: str
+    seed: int | None
+    fps: float
+    max_sequence_length: int
+    output_type: str
+
+    @property
+    def uses_guidance(self) -> bool:
+        """Whether any step needs the negative prompt."""
+        return self.guidance_scale > 1.0 or self.guidance_scale_2 > 1.0
+
+
+@dataclass(frozen=True)
+class EngineDefaults:
+    """What the engine's configuration and the checkpoint contribute to a request.
+
+    Attributes:
+        boundary_ratio: engine's, else checkpoint's.
+        flow_shift: engine's.
+        spatial_stride: pixels that height and width must be multiples of.
+        temporal_stride: video frames per latent frame.
+    """
+
+    boundary_ratio: float | None = None
+    flow_shift: float | None = None
+    spatial_stride: int = 16
+    temporal_stride: int = 4
+
+
+def resolve_request(prompt: Any, sampling_params: Any, defaults: EngineDefaults) -> GenerationRequest:
+    """Check a request and fill its gaps.
+
+    Args:
+        prompt: a string, or a mapping with `prompt` and optionally `negative_prompt`.
+        sampling_params: vLLM-Omni's `OmniDiffusionSamplingParams`.
+        defaults: engine and checkpoint.
+
+    Raises:
+        RequestError: an empty prompt, a size or count below 1, an unknown solver or output type, more than one video,
+            an image.
+    """
+    text, negative = _prompts(prompt)
+    extra = getattr(sampling_params, "extra_args", None) or {}
+    # "Not given" is 1 in vLLM-Omni's parameters, the right count for an image; a video has Wan's 81.
+    frames = sampling_params.num_frames
+    if frames is None or frames == 1:
+        frames = extra.get("num_frames", DEFAULT_NUM_FRAMES)
+    outputs = sampling_params.num_outputs_per_prompt or 1
+    if outputs != 1:
+        raise RequestError(f"num_outputs_per_prompt = {outputs}: this version makes one video a request; send several")
+
+    scale = _scale("guidance_scale", sampling_params.guidance_scale, sampling_params.guidance_scale_provided)
+    if scale is None:
+        scale = DEFAULT_GUIDANCE_SCALE
+    scale_2 = _scale("guidance_scale_2", sampling_params.guidance_scale_2, sampling_params.guidance_scale_2_provided)
+    boundary = _first(sampling_params.boundary_ratio, defaults.boundary_ratio, DEFAULT_BOUNDARY_RATIO)
+    if not 0.0 <= boundary <= 1.0:
+        raise RequestError(f"boundary_ratio = {boundary}: a share of the 1000 timesteps, 0 to 1, is needed")
+    steps = _first(sampling_params.num_inference_steps, DEFAULT_NUM_INFERENCE_STEPS)
+    return GenerationRequest(
+        prompt=text,
+        negative_prompt=negative,
+        height=_size("height", _first(sampling_params.height, DEFAULT_HEIGHT), defaults.spatial_stride),
+        width=_size("width", _first(sampling_params.width, DEFAULT_WIDTH), defaults.spatial_stride),
+        num_frames=_frames(frames, defaults.temporal_stride),
+        num_inference_steps=_positive("num_inference_steps", steps),
+        guidance_scale=scale,
+        guidance_scale_2=scale if scale_2 is None else scale_2,
+        boundary_ratio=float(boundary),
+        flow_shift=_flow_shift(_first(extra.get("flow_shift"), defaults.flow_shift, DEFAULT_FLOW_SHIFT)),
+        sample_solver=_choice("sample_solver", _first(extra.get("sample_solver"), "unipc"), SAMPLE_SOLVERS),
+        seed=sampling_params.seed,
+        fps=float(_first(sampling_params.resolved_frame_rate, DEFAULT_FPS)),
+        max_sequence_length=_positive(
+            "max_sequence_length", _first(sampling_params.max_sequence_length, DEFAULT_MAX_SEQUENCE_LENGTH)
+        ),
+        output_type=_choice("output_type", _first(sampling_params.output_type, "np"), OUTPUT_TYPES),
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _prompts(prompt: Any) -> tuple[str, str]:
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    if (prompt.get("multi_modal_data") or {}).get("image") is not None:
+        raise RequestError("the request carries an image; this version makes videos from text only (T2V)")
+    for name in ("prompt_embeds", "negative_prompt_embeds"):
+        if prompt.get(name) is not None:
+            raise RequestError(f"{name} is given; this version encodes the prompt itself, pass `prompt`")
+    text = prompt.get("prompt")
+    if not isinstance(text, str) or not text.strip():
+        raise RequestError(f"prompt = {text!r}: a text that is not empty is needed")
+    return text, prompt.get("negative_prompt") or ""
+
+
+def _scale(name: str, value: float | None, provided: bool) -> float | None:
+    """The guidance scale if the caller gave one (vLLM-Omni fills the field and says so in a second one)."""
+    if value is None or not provided:
+        return None
+    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise RequestError(f"{name} = {value!r}: a number of at least 0 is needed (1 or less: no guidance)")
+    return float(value)
+
+
+def _positive(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RequestError(f"{name} = {value!r}: a whole number of at least 1 is needed")
+    return value
+
+
+def _size(name: str, value: Any, stride: int) -> int:
+    pixels = _positive(name, value)
+    rounded = pixels // stride * stride
+    if rounded == 0:
+        raise RequestError(f"{name} = {pixels}: the smallest size is {stride} pixels")
+    if rounded != pixels:
+        logger.warning("%s = %d is not a multiple of %d; generating %d", name, pixels, stride, rounded)
+    return rounded
+
+
+def _frames(value: Any, stride: int) -> int:
+    frames = _positive("num_frames", value)
+    adjusted = frames if frames % stride == 1 else frames // stride * stride + 1
+    if adjusted != frames:
+        logger.warning("num_frames = %d is not %d k + 1; generating %d frames", frames, stride, adjusted)
+    return adjusted
+
+
+def _flow_shift(value: Any) -> float:
+    try:
+        shift = float(value)
+    except (TypeError, ValueError):
+        shift = math.nan
+    if not shift > 0 or not math.isfinite(shift):
+        raise RequestError(f"flow_shift = {value!r}: a positive number is needed (Wan2.2: 5 for 720p, 12 for 480p)")
+    return shift
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    chosen = str(value).strip().lower()
+    if chosen not in choices:
+        raise RequestError(f"{name} = {value!r}: valid values are {', '.join(choices)}")
+    return chosen

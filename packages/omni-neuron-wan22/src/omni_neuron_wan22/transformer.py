@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Wan2.2 DiT, written for one rank; TP is in the layers' names, the checkpoint's names are in checkpoint.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from omni_neuron_parallel import (
+    AxisGroup,
+    ColumnParallelLinear,
+    DistributedRMSNorm,
+    QKVParallelLinear,
+    RowParallelLinear,
+    get_group,
+    rms_norm_across_heads,
+)
+from omni_neuron_runtime import SafetensorsWeightLoader, set_weight_loader
+from omni_neuron_wan22.config import WanConfig
+from omni_neuron_wan22.rope import WanRotaryPosEmbed, apply_rotary_emb_wan
+
+# One (key, value) pair `[B, N / tp, L, D]` a block: the text as every block's cross-attention sees it.
+CrossAttentionKV = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class TransformerOutput(NamedTuple):
+    """What `forward` returns; `[0]` and `.sample` are the same."""
+
+    sample: torch.Tensor
+
+
+def _float32_parameter(*shape: int) -> nn.Parameter:
+    # Wan keeps these in float32 whatever the model's dtype: they set the modulation of every block.
+    return nn.Parameter(torch.empty(*shape, dtype=torch.float32), requires_grad=False)
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention of `[B, N, S, D]` on `[B, N, L, D]`, as `[B, S, N · D]`."""
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+class FP32LayerNorm(nn.Module):
+    """Layer norm over the last dim, computed and returned in float32; with a gain and a bias if `affine`."""
+
+    def __init__(self, size: int, eps: float, *, affine: bool = False):
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.weight = _float32_parameter(size) if affine else None
+        self.bias = _float32_parameter(size) if affine else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return F.layer_norm(hidden.float(), (self.size,), self.weight, self.bias, self.eps)
+
+
+def _modulate(normalised: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return torch.addcmul(shift, normalised, 1 + scale)
+
+
+class WanSelfAttention(nn.Module):
+    """Self-attention over all tokens: heads split over TP, queries and keys RMS-normalised across all heads.
+
+    Input and output `[B, S, hidden]`, replicated over TP.
+    """
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int, eps: float, *, group: AxisGroup | None = None):
+        super().__init__()
+        self.group = group or get_group("tp")
+        self.head_dim, self.hidden_size, self.eps = head_dim, num_heads * head_dim, eps
+        self.qkv = QKVParallelLinear(dim, num_heads, head_dim, group=self.group)
+        self.norm_q = DistributedRMSNorm(self.hidden_size, eps, group=self.group)
+        self.norm_k = DistributedRMSNorm(self.hidden_size, eps, group=self.group)
+        self.o = RowParallelLinear(self.hidden_size, dim, group=self.group)
+
+    def forward(self, hidden: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Attend; `rotary_emb` are the tables of `WanRotaryPosEmbed` for these tokens."""
+        query, key, value = self.qkv(hidden)
+        gains = [self.norm_q.weight, self.norm_k.weight]
+        query, key = rms_norm_across_heads([query, key], gains, self.hidden_size, self.eps, self.group)
+        query, key, value = (tensor.unflatten(2, (-1, self.head_dim)) for tensor in (query, key, value))
+        query, key = (apply_rotary_emb_wan(tensor, *rotary_emb) for tensor in (query, key))
+        return self.o(_attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)))
+
+
+class WanCrossAttention(nn.Module):
+    """Attention of the video's tokens on the text; keys and values are projected once a request (`project_kv`).
+
+    As in Wan, the padded text positions take part: there is no mask.
+    """
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int, eps: float, *, group: AxisGroup | None = None):
+        super().__init__()
+        group = group or get_group("tp")
+        self.head_dim = head_dim
+        inner = num_heads * head_dim
+        self.q = ColumnParallelLinear(dim, inner, group=group)
+        self.k = ColumnParallelLinear(dim, inner, group=group)
+        self.v = ColumnParallelLinear(dim, inner, group=group)
+        self.norm_q = DistributedRMSNorm(inner, eps, group=group)
+        self.norm_k = DistributedRMSNorm(inner, eps, group=group)
+        self.o = RowParallelLinear(inner, dim, group=group)
+
+    def project_kv(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, N / tp, L, D]` of the embedded text `context` `[B, L, hidden]`."""
+        key, value = self._heads(self.norm_k(self.k(context))), self._heads(self.v(context))
+        return key.contiguous(), value.contiguous()
+
+    def forward(self, hidden: torch.Tensor, key_value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Attend: `[B, S, hidden]` to `[B, S, hidden]`, replicated over TP."""
+        query = self._heads(self.norm_q(self.q(hidden)))
+        return self.o(_attend(query, *key_value))
+
+    def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+
+class WanFeedForward(nn.Module):
+    """Two linear layers with a tanh-approximated GELU between, the inner features split over TP."""
+
+    def __init__(self, dim: int, inner_dim: int, *, group: AxisGroup | None = None):
+        super().__init__()
+        self.up = ColumnParallelLinear(dim, inner_dim, group=group)
+        self.down = RowParallelLinear(inner_dim, dim, group=group)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[B, S, dim]` to `[B, S, dim]`, replicated over TP."""
+        return self.down(F.gelu(self.up(hidden), approximate="tanh"))
+
+
+class WanTransformerBlock(nn.Module):
+    """Self-attention, cross-attention and feed-forward, the first and the last modulated by the timestep."""
+
+    def __init__(self, config: WanConfig, *, group: AxisGroup | None = None):
+        super().__init__()
+        dim, heads, head_dim = config.hidden_size, config.num_attention_heads, config.attention_head_dim
+        self.norm1 = FP32LayerNorm(dim, config.eps)
+        self.attn1 = WanSelfAttention(dim, heads, head_dim, config.eps, group=group)
+        self.norm2 = FP32LayerNorm(dim, config.eps, affine=True) if config.cross_attn_norm else nn.Identity()
+        self.attn2 = WanCrossAttention(dim, heads, head_dim, config.eps, group=group)
+        self.norm3 = FP32LayerNorm(dim, config.eps)
+        self.ffn = WanFeedForward(dim, config.ffn_dim, group=group)
+        self.scale_shift_table = _float32_parameter(1, 6, dim)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        temb: torch.Tensor,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor],
+        cross_attention_kv: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """One block.
+
+        Args:
+            hidden: `[B, S, hidden]`.
+            temb: `[B, 6, hidden]`, the projected timestep.
+            rotary_emb: the tables of `WanRotaryPosEmbed`.
+            cross_attention_kv: this block's pair of `project_cross_attention_kv`.
+        """
+        dtype = hidden.dtype
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
+
+        attended = self.attn1(_modulate(self.norm1(hidden), scale, shift).to(dtype), rotary_emb)
+        hidden = torch.addcmul(hidden.float(), attended.float(), gate).to(dtype)
+
+        hidden = hidden + self.attn2(self.norm2(hidden).to(dtype), cross_attention_kv)
+
+        fed = self.ffn(_modulate(self.norm3(hidden), ffn_scale, ffn_shift).to(dtype))
+        return torch.addcmul(hidden.float(), fed.float(), ffn_gate).to(dtype)
+
+
+class _Mlp(nn.Module):
+    """Two linear layers of an embedder, replicated over TP; the activation between them is the caller's."""
+
+    def __init__(self, in_features: int, features: int, *, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.linear_1 = nn.Linear(in_features, features, dtype=dtype)
+        self.linear_2 = nn.Linear(features, features, dtype=dtype)
+
+
+class WanTimeTextEmbedding(nn.Module):
+    """The timestep's and the text's way into the token stream; replicated over TP."""
+
+    def __init__(self, config: WanConfig):
+        super().__init__()
+        dim = config.hidden_size
+        self.freq_dim = config.freq_dim
+        self.time_embedder = _Mlp(config.freq_dim, dim, dtype=torch.float32)
+        self.time_proj = nn.Linear(dim, 6 * dim)
+        self.text_embedder = _Mlp(config.text_dim, dim)
+
+    def embed_time(self, timestep: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[B]` timesteps (0 to 1000) to the output modulation `[B, hidden]` and the blocks' `[B, 6, hidden]`.
+
+        Sinusoids of Vaswani et al. 2017, section 3.5, cosines first, then two linear layers with SiLU.
+        """
+        half = self.freq_dim // 2
+        exponent = torch.arange(half, dtype=torch.float32, device=timestep.device) / half
+        angles = timestep.float()[:, None] * 10000.0 ** -exponent[None, :]
+        features = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        hidden = F.silu(self.time_embedder.linear_1(features))
+        temb = self.time_embedder.linear_2(hidden).to(dtype)
+        return temb, self.time_proj(F.silu(temb)).unflatten(1, (6, -1))
+
+    def embed_text(self, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, L, text_dim]` to `[B, L, hidden]`."""
+        hidden = F.gelu(self.text_embedder.linear_1(encoder_hidden_states), approximate="tanh")
+        return self.text_embedder.linear_2(hidden)
+
+
+class PatchEmbedding(nn.Module):
+    """A convolution whose stride is its kernel, the matrix product that it is: `[B, C, T, H, W]` to `[B, S, dim]`."""
+
+    def __init__(self, channels: int, dim: int, patch_size: tuple[int, int, int]):
+        super().__init__()
+        self.patch_size = patch_size
+        p_t, p_h, p_w = patch_size
+        self.weight = nn.Parameter(torch.empty(dim, channels * p_t * p_h * p_w), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(dim), requires_grad=False)
+        set_weight_loader(self.weight, SafetensorsWeightLoader(lambda slices, rank: slices[0][:].flatten(1)))
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        """See the class; latent sizes that the patch does not divide are cut, as a convolution does."""
+        p_t, p_h, p_w = self.patch_size
+        b, c, t, h, w = latents.shape
+        t, h, w = t // p_t, h // p_h, w // p_w
+        cut = latents[:, :, : t * p_t, : h * p_h, : w * p_w]
+        patches = cut.reshape(b, c, t, p_t, h, p_h, w, p_w).permute(0, 2, 4, 6, 1, 3, 5, 7)
+        return F.linear(patches.reshape(b, t * h * w, -1), self.weight, self.bias)
+
+
+class WanTransformer3DModel(nn.Module):
+    """The Wan2.2 DiT of one expert on one rank of a TP group.
+
+    Parameters are empty until `load_state_dict` (see `omni_neuron_wan22.load_transformer`); construct it under
+    `torch.device("meta")` to spend no memory before that.
+
+    Args:
+        config: sizes.
+        group: the TP group; this process's by default.
+
+    Raises:
+        WanConfigError: TP does not divide the heads.
+    """
+
+    def __init__(self, config: WanConfig, *, group: AxisGroup | None = None):
+        super().__init__()
+        group = group or get_group("tp")
+        config.check_tensor_parallel(group.size)
+        self.config = config
+        self.rope = WanRotaryPosEmbed(config.attention_head_dim, config.patch_size, config.rope_max_seq_len)
+        self.patch_embedding = PatchEmbedding(config.in_channels, config.hidden_size, config.patch_size)
+        self.condition_embedder = WanTimeTextEmbedding(config)
+        self.blocks = nn.ModuleList(WanTransformerBlock(config, group=group) for _ in range(config.num_layers))
+        self.norm_out = FP32LayerNorm(config.hidden_size, config.eps)
+        self.proj_out = nn.Linear(config.hidden_size, config.out_channels * config.patch_volume)
+        self.scale_shift_table = _float32_parameter(1, 2, config.hidden_size)
+        self.requires_grad_(False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of activations and of all but the modulation's parameters."""
+        return self.proj_out.weight.dtype
+
+    def project_cross_attention_kv(self, encoder_hidden_states: torch.Tensor) -> CrossAttentionKV:
+        """Every block's keys and values of the encoded text `[B, L, text_dim]`; good for all steps of a request."""
+        context = self.condition_embedder.embed_text(encoder_hidden_states.to(self.dtype))
+        return [block.attn2.project_kv(context) for block in self._blocks()]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        *,
+        cross_attention_kv_cache: CrossAttentionKV | None = None,
+        return_dict: bool = True,
+        attention_kwargs: dict[str, Any] | None = None,
+    ) -> TransformerOutput:
+        """Predict the velocity (noise − clean latents).
+
+        Args:
+            hidden_states: noisy latents `[B, C, T, H, W]`.
+            timestep: `[B]`, 0 to 1000.
+            encoder_hidden_states: encoded text `[B, L, text_dim]`; not needed with a cache.
+            cross_attention_kv_cache: what `project_cross_attention_kv` returned for this text.
+            return_dict: there for diffusers' signature; the result serves either way.
+            attention_kwargs: accepted for diffusers' signature; must be empty.
+
+        Returns:
+            The prediction `[B, C, T, H, W]` in the model's dtype, the same on every TP rank.
+
+        Raises:
+            ValueError: neither text nor cache, or attention_kwargs given.
+        """
+        if attention_kwargs:
+            raise ValueError(f"attention_kwargs {sorted(attention_kwargs)} have no meaning for this model")
+        if cross_attention_kv_cache is None:
+            if encoder_hidden_states is None:
+                raise ValueError("pass encoder_hidden_states or a cross_attention_kv_cache")
+            cross_attention_kv_cache = self.project_cross_attention_kv(encoder_hidden_states)
+        if len(cross_attention_kv_cache) != len(self.blocks):
+            raise ValueError(
+                f"the cross-attention cache has {len(cross_attention_kv_cache)} pairs, "
+                f"the model {len(self.blocks)} blocks"
+            )
+
+        rotary_emb = self.rope(hidden_states)
+        hidden = self.patch_embedding(hidden_states.to(self.dtype))
+        temb, timestep_proj = self.condition_embedder.embed_time(timestep, self.dtype)
+        for block, key_value in zip(self._blocks(), cross_attention_kv_cache, strict=True):
+            hidden = block(hidden, timestep_proj, rotary_emb, key_value)
+
+        shift, scale = (self.scale_shift_table + temb.float().unsqueeze(1)).chunk(2, dim=1)
+        output = self.proj_out(_modulate(self.norm_out(hidden), scale, shift).to(self.dtype))
+        return TransformerOutput(self._unpatchify(output, hidden_states.shape))
+
+    def _blocks(self) -> list[WanTransformerBlock]:
+        return list(self.blocks)  # type: ignore[arg-type]
+
+    def _unpatchify(self, tokens: torch.Tensor, latent_shape: torch.Size) -> torch.Tensor:
+        p_t, p_h, p_w = self.config.patch_size
+        b, _, t, h, w = latent_shape
+        t, h, w = t // p_t, h // p_h, w // p_w
+        patches = tokens.reshape(b, t, h, w, p_t, p_h, p_w, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
+        return patches.reshape(b, -1, t * p_t, h * p_h, w * p_w)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder of Wan's causal 3-D VAE (VAE 2.1), one latent frame a call, its memory handed in and out.
+
+Every causal convolution sees two frames of its own past. Here that past is an explicit tensor of fixed shape, zero
+before the first frame, which equals the zero padding that a convolution over the whole video would apply. So the first
+chunk and all later ones take and return the same cache shapes, and a compiler sees two graphs, not four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from omni_neuron_wan22.config import VaeConfig
+
+CACHED_FRAMES = 2
+
+
+class FeatureCache:
+    """The past of every causal convolution during one call, read and replaced in a fixed order."""
+
+    def __init__(self, past: list[torch.Tensor]):
+        self._past: Iterator[torch.Tensor] = iter(past)
+        self.future: list[torch.Tensor] = []
+
+    def extend(self, frames: torch.Tensor) -> torch.Tensor:
+        """`[B, C, T, H, W]` with its two past frames before it; its own last two become the next call's past."""
+        extended = torch.cat([next(self._past), frames], dim=2)
+        self.future.append(extended[:, :, -CACHED_FRAMES:])
+        return extended
+
+    def skip(self) -> None:
+        """Hand one past on unused: the first chunk does not reach the temporal upsampling."""
+        self.future.append(next(self._past))
+
+
+class WanCausalConv3d(nn.Conv3d):
+    """A 3-D convolution over two past frames and the present ones; spatial padding keeps height and width."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: tuple[int, int, int]):
+        padding = (0, kernel_size[1] // 2, kernel_size[2] // 2)
+        super().__init__(in_channels, out_channels, kernel_size, padding=padding)
+
+    def forward(self, frames: torch.Tensor, cache: FeatureCache | None = None) -> torch.Tensor:
+        """`[B, C, T, H, W]` to `[B, C', T, H, W]`; kernels of more than one frame need the cache."""
+        return super().forward(frames if cache is None else cache.extend(frames))
+
+
+class WanRMSNorm(nn.Module):
+    """RMS norm over channels, dim 1: x / ‖x‖₂ · √C · gain, the norm in float32. `gain_dims` trailing dims of size 1."""
+
+    def __init__(self, channels: int, gain_dims: int = 3):
+        super().__init__()
+        self.scale = channels**0.5
+        self.gamma = nn.Parameter(torch.empty(channels, *[1] * gain_dims))
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        """Shape and dtype as given."""
+        norm = frames.float().square().sum(1, keepdim=True).sqrt().clamp(min=1e-12)
+        return frames * (self.scale / norm).to(frames.dtype) * self.gamma
+
+
+class WanResidualBlock(nn.Module):
+    """Two normalised causal convolutions and a shortcut."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.norm1 = WanRMSNorm(in_channels)
+        self.conv1 = WanCausalConv3d(in_channels, out_channels, (3, 3, 3))
+        self.norm2 = WanRMSNorm(out_channels)
+        self.conv2 = WanCausalConv3d(out_channels, out_channels, (3, 3, 3))
+        same = in_channels == out_channels
+        self.conv_shortcut = nn.Identity() if same else WanCausalConv3d(in_channels, out_channels, (1, 1, 1))
+
+    def forward(self, frames: torch.Tensor, cache: FeatureCache) -> torch.Tensor:
+        """`[B, C, T, H, W]` to `[B, C', T, H, W]`."""
+        hidden = self.conv1(F.silu(self.norm1(frames)), cache)
+        hidden = self.conv2(F.silu(self.norm2(hidden)), cache)
+        return hidden + self.conv_shortcut(frames)
+
+
+class WanAttentionBlock(nn.Module):
+    """Single-head attention of a frame's positions on each other; the head is as wide as the channels (384 in A14B)."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.norm = WanRMSNorm(channels, gain_dims=2)
+        self.to_qkv = nn.Conv2d(channels, 3 * channels, 1)
+        self.proj = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        """`[B, C, T, H, W]` to the same."""
+        b, c, t, h, w = frames.shape
+        images = frames.transpose(1, 2).reshape(b * t, c, h, w)
+        query, key, value = self.to_qkv(self.norm(images)).flatten(2).transpose(1, 2).unsqueeze(1).chunk(3, dim=-1)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        images = self.proj(attended.squeeze(1).transpose(1, 2).reshape(b * t, c, h, w))
+        return images.view(b, t, c, h, w).transpose(1, 2) + frames
+
+
+class WanMidBlock(nn.Module):
+    """Residual block, attention, residual block."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.resnets = nn.ModuleList(WanResidualBlock(channels, channels) for _ in range(2))
+        self.attentions = nn.ModuleList([WanAttentionBlock(channels)])
+
+    def forward(self, frames: torch.Tensor, cache: FeatureCache) -> torch.Tensor:
+        """`[B, C, T, H, W]` to the same."""
+        frames = self.attentions[0](self.resnets[0](frames, cache))
+        return self.resnets[1](frames, cache)
+
+
+class WanUpsample(nn.Module):
+    """Nearest-neighbour doubling of height and width. Has no parameters; holds a place in diffusers' key names."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """`[B, C, H, W]` to `[B, C, 2 H, 2 W]`."""
+        return images.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
+
+
+class WanResample(nn.Module):
+    """Doubles height and width and halves the channels; with `temporal`, doubles the frames first."""
+
+    def __init__(self, channels: int, *, temporal: bool):
+        super().__init__()
+        self.time_conv = WanCausalConv3d(channels, 2 * channels, (3, 1, 1)) if temporal else None
+        self.resample = nn.Sequential(WanUpsample(), nn.Conv2d(channels, channels // 2, 3, padding=1))
+
+    def forward(self, frames: torch.Tensor, cache: FeatureCache, first_chunk: bool) -> torch.Tensor:
+        """`[B, C, T, H, W]` to `[B, C / 2, T or 2 T, 2 H, 2 W]`; the first latent frame is one frame, not four."""
+        if self.time_conv is not None:
+            if first_chunk:
+                cache.skip()
+            else:
+                b, c, t, h, w = frames.shape
+                pairs = self.time_conv(frames, cache).view(b, 2, c, t, h, w)
+                frames = pairs.permute(0, 2, 3, 1, 4, 5).reshape(b, c, 2 * t, h, w)
+        b, c, t, h, w = frames.shape
+        images = self.resample(frames.transpose(1, 2).reshape(b * t, c, h, w))
+        return images.view(b, t, *images.shape[1:]).transpose(1, 2)
+
+
+class WanUpBlock(nn.Module):
+    """Residual blocks, then the resampling; `upsample` is None in the last block."""
+
+    def __init__(self, in_channels: int, out_channels: int, num_res_blocks: int, upsample: WanResample | None):
+        super().__init__()
+        widths = [in_channels] + [out_channels] * (num_res_blocks + 1)
+        self.resnets = nn.ModuleList(WanResidualBlock(*pair) for pair in pairwise(widths))
+        self.upsamplers = None if upsample is None else nn.ModuleList([upsample])
+
+    def forward(self, frames: torch.Tensor, cache: FeatureCache, first_chunk: bool) -> torch.Tensor:
+        """`[B, C, T, H, W]` to `[B, C', T', H', W']`."""
+        for resnet in self.resnets:
+            frames = resnet(frames, cache)
+        if self.upsamplers is not None:
+            frames = self.upsamplers[0](frames, cache, first_chunk)
+        return frames
+
+
+class NeuronWanDecoder3d(nn.Module):
+    """One latent frame to one video frame (the first) or four (the others), with the feature cache in and out."""
+
+    def __init__(self, config: VaeConfig):
+        super().__init__()
+        dims = config.decoder_dims
+        temporal = tuple(reversed(config.temperal_downsample))
+        self.conv_in = WanCausalConv3d(config.z_dim, dims[0], (3, 3, 3))
+        self.mid_block = WanMidBlock(dims[0])
+        blocks = []
+        for index, (in_channels, out_channels) in enumerate(pairwise(dims)):
+            last = index == len(dims) - 2
+            upsample = None if last else WanResample(out_channels, temporal=temporal[index])
+            # Every resampling but the missing last one halves the channels.
+            entering = in_channels if index == 0 else in_channels // 2
+            blocks.append(WanUpBlock(entering, out_channels, config.num_res_blocks, upsample))
+        self.up_blocks = nn.ModuleList(blocks)
+        self.norm_out = WanRMSNorm(dims[-1])
+        self.conv_out = WanCausalConv3d(dims[-1], config.out_channels, (3, 3, 3))
+
+    def forward(
+        self, latent_frame: torch.Tensor, feature_cache: list[torch.Tensor], *, first_chunk: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Decode `[B, z, 1, h, w]`.
+
+        Args:
+            latent_frame: one latent frame after `post_quant_conv`.
+            feature_cache: as `empty_feature_cache` makes it, then what the last call returned.
+            first_chunk: whether this is the first latent frame.
+
+        Returns:
+            Frames `[B, 3, 1 or 4, 8 h, 8 w]` and the new feature cache, shapes unchanged.
+        """
+        cache = FeatureCache(feature_cache)
+        frames = self.mid_block(self.conv_in(latent_frame, cache), cache)
+        for block in self.up_blocks:
+            frames = block(frames, cache, first_chunk)
+        frames = self.conv_out(F.silu(self.norm_out(frames)), cache)
+        return frames, cache.future
+
+    def empty_feature_cache(self, latent_frame: torch.Tensor) -> list[torch.Tensor]:
+        """Two zero frames for every causal convolution, in the order of the calls, for latents of this size."""
+        b, _, _, h, w = latent_frame.shape
+        cache = []
+        # Modules are registered in the order in which `forward` calls them.
+        for module in self.modules():
+            if isinstance(module, WanCausalConv3d) and module.kernel_size[0] > 1:
+                cache.append(latent_frame.new_zeros(b, module.in_channels, CACHED_FRAMES, h, w))
+            elif isinstance(module, WanUpsample):
+                h, w = 2 * h, 2 * w
+        return cache
+
+
+class NeuronAutoencoderKLWan(nn.Module):
+    """The VAE as far as text-to-video needs it: latents to video. Lives on global rank 0 only.
+
+    Args:
+        config: sizes and the latents' statistics.
+    """
+
+    def __init__(self, config: VaeConfig):
+        super().__init__()
+        self.config = config
+        self.post_quant_conv = WanCausalConv3d(config.z_dim, config.z_dim, (1, 1, 1))
+        self.decoder = NeuronWanDecoder3d(config)
+        self.requires_grad_(False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and activations."""
+        return self.post_quant_conv.weight.dtype
+
+    def denormalize(self, latents: torch.Tensor) -> torch.Tensor:
+        """The DiT's unit-variance latents to the VAE's own: latents · std + mean, channel by channel."""
+        statistics = torch.tensor([self.config.latents_mean, self.config.latents_std], dtype=torch.float32)
+        mean, std = statistics.to(latents.device)[:, None, :, None, None, None].unbind(0)
+        return (latents.float() * std + mean).to(self.dtype)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode `[B, z, T, h, w]` (the VAE's own scale) to a video `[B, 3, 4 T − 3, 8 h, 8 w]` within ±1."""
+        hidden = self.post_quant_conv(latents)
+        feature_cache = self.decoder.empty_feature_cache(hidden[:, :, :1])
+        chunks = []
+        for index in range(hidden.shape[2]):
+            frame = hidden[:, :, index : index + 1]
+            frames, feature_cache = self.decoder(frame, feature_cache, first_chunk=index == 0)
+            chunks.append(frames.clamp(-1.0, 1.0))
+        return torch.cat(chunks, dim=2)
