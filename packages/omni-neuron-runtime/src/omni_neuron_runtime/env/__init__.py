@@ -141,6 +141,14 @@ _ROWS = (
         minimum=1,
     ),
     EnvVar(
+        "OMNI_NEURON_STARTUP_TIMEOUT_S",
+        "int",
+        600,
+        "Seconds that all worker processes of an engine together may take to become ready: import, device, groups and "
+        "weights. Past it the engine stops with an error that names each late rank and what it was doing.",
+        minimum=1,
+    ),
+    EnvVar(
         "VLLM_PLUGINS",
         "names",
         None,

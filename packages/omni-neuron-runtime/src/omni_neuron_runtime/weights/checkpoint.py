@@ -195,7 +195,7 @@ class SafetensorsCheckpoint:
         except StageStoppedError:
             assert pipeline.error is not None
             if isinstance(pipeline.error, CheckpointError):
-                raise pipeline.error from None
+                raise pipeline.error from pipeline.error.__cause__
             raise CheckpointError(
                 f"{self.path}: loading failed: {pipeline.error!r} ({pipeline.progress()})"
             ) from pipeline.error

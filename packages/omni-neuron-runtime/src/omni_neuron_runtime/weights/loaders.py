@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a parameter takes from the checkpoint: loaders that turn tensors of the checkpoint into one rank's shard.
 
-A loader gets `TensorSlice`s, which read nothing until they are indexed, and this process's rank. It must only use
-what torch can do on meta tensors too (index, transpose, concatenate, pad, arithmetic): the pipelined load runs it once
-without data to learn which bytes to prefetch. A loader for which that fails still works, without the prefetch.
+A loader gets `TensorSlice`s, which read nothing until they are indexed, and this process's rank. It may run more than
+once: the pipelined load first runs it on meta tensors, until each slice was indexed once, to learn which bytes to
+prefetch. A loader for which that fails still works, without the prefetch.
 
 Tensors come in the checkpoint's dtype; the result is cast to the parameter's dtype afterwards, parameter by parameter.
 """

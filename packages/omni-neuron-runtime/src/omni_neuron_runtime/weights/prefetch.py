@@ -34,19 +34,21 @@ class ByteRange:
 
 
 def planned_ranges(read: ParameterRead, rank: int) -> list[ByteRange]:
-    """The bytes that `read` takes on `rank`, found by running its loader on tensors without data.
+    """The bytes that `read` takes on `rank`, found by running its loader on meta tensors until each was indexed once.
 
-    Empty where the loader cannot run so: then nothing is prefetched for it, and a fault of the loader itself is
-    reported when it runs in earnest.
+    Not to its end: the first concatenation on meta tensors would make torch import hundreds of modules. A loader that
+    takes a tensor in several parts therefore gets the first one prefetched. Where it cannot run so, nothing is; a
+    fault of the loader itself is reported when it runs in earnest.
     """
-    views: list[tuple[TensorEntry, Tensor]] = []
-    slices = [_MetaSlice(entry, views) for entry in read.entries]
+    slices: list[_MetaSlice] = []
+    slices += [_MetaSlice(entry, slices) for entry in read.entries]
     try:
         read.loader.load(slices, rank)
+    except _AllTaken:
+        pass
     except Exception as error:
-        logger.debug("no prefetch for %s: its loader does not run on meta tensors: %r", read, error)
-        return []
-    return [byte_range for entry, view in views for byte_range in _ranges(entry, view)]
+        logger.debug("no full prefetch for %s: its loader does not run on meta tensors: %r", read, error)
+    return [run for part in slices if part.taken is not None for run in _ranges(part.entry, part.taken)]
 
 
 def _ranges(entry: TensorEntry, view: Tensor) -> Iterator[ByteRange]:
@@ -67,23 +69,30 @@ def _ranges(entry: TensorEntry, view: Tensor) -> Iterator[ByteRange]:
         yield ByteRange(entry.file, start, run * itemsize)
 
 
-class _MetaSlice:
-    """A `TensorSlice` without data that notes each part that is taken."""
+class _AllTaken(BaseException):
+    """Every tensor was indexed: the loader need not go on."""
 
-    def __init__(self, entry: TensorEntry, views: list[tuple[TensorEntry, Tensor]]) -> None:
-        self._entry = entry
-        self._views = views
+
+class _MetaSlice:
+    """A `TensorSlice` without data that notes the first part that is taken."""
+
+    def __init__(self, entry: TensorEntry, all_slices: list[_MetaSlice]) -> None:
+        self.entry = entry
+        self.taken: Tensor | None = None
+        self._all_slices = all_slices
 
     def get_shape(self) -> list[int]:
-        return list(self._entry.shape)
+        return list(self.entry.shape)
 
     def get_dtype(self) -> str:
-        return self._entry.dtype
+        return self.entry.dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        whole = torch.empty(self._entry.shape, dtype=self._entry.torch_dtype, device="meta")
-        part = whole if not self._entry.shape else whole[index]
-        self._views.append((self._entry, part))
+        whole = torch.empty(self.entry.shape, dtype=self.entry.torch_dtype, device="meta")
+        part = whole if not self.entry.shape else whole[index]
+        self.taken = part if self.taken is None else self.taken
+        if all(other.taken is not None for other in self._all_slices):
+            raise _AllTaken
         return part
 
 

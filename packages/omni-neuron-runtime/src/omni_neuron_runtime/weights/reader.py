@@ -45,7 +45,8 @@ class SliceReader:
         except CheckpointError:
             raise
         except Exception as error:  # A loader may be anybody's; the reader needs to know which parameter it was for.
-            raise CheckpointError(f"{read}, rank {rank}: {error}") from error
+            what = str(error) if isinstance(error, ValueError) else repr(error)
+            raise CheckpointError(f"{read}, rank {rank}: {what}") from error
         if value.shape != read.shape:
             raise CheckpointError(
                 f"{read}, rank {rank}: expected shape {list(read.shape)}, found {list(value.shape)}: the checkpoint is "

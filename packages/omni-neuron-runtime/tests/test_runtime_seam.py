@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contract tests of the seam, against stand-ins and not against Neuron's own packages.
+
+Those are not on the public index. The stand-ins are built from the names and signatures that were recorded from public
+copies and call sites of `vllm_neuron` and `libtorch_neuronx_lite`; a call that does not fit a recorded signature
+raises TypeError. They prove that the seam calls what was recorded, not that the recording is still true.
+"""
+
+import importlib.machinery
+import sys
+import types
+
+import pytest
+
+from omni_neuron_runtime import (
+    EnvironmentVariableError,
+    NeuronPackageError,
+    device_count,
+    devices,
+    env,
+    get_compile_backend,
+    get_dist_backend,
+    hbm_bytes_per_core,
+    initialize_device_runtime,
+    neuron_packages,
+    platform_target,
+    register_process_group_replica_groups,
+)
+
+
+def _install(monkeypatch, name, **attributes):
+    """Put a stand-in module, and the packages above it, into sys.modules."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        dotted = ".".join(parts[:end])
+        if dotted not in sys.modules:
+            module = types.ModuleType(dotted)
+            module.__path__ = []
+            module.__spec__ = importlib.machinery.ModuleSpec(dotted, None, is_package=True)
+            monkeypatch.setitem(sys.modules, dotted, module)
+            if end > 1:
+                setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module)
+    for attribute, value in attributes.items():
+        setattr(sys.modules[name], attribute, value)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_device(monkeypatch, tmp_path):
+    for name in env.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "neuron0").touch()
+    monkeypatch.setattr(devices, "DEVICE_GLOB", str(tmp_path / "neuron*"))
+
+
+@pytest.fixture
+def calls():
+    return []
+
+
+@pytest.fixture
+def lite(monkeypatch, calls):
+    """Recorded: `_compiler.device_count()`, `.compile.platform.get_platform_target()` and `HBM_MEMORY_GB`,
+    `.compile.native_backend.register()`, `_compiler.distributed.mesh_registry._MESH_REGISTRY`."""
+
+    def lite_device_count() -> int:
+        calls.append("device_count")
+        return 32
+
+    def get_platform_target() -> str:
+        return "trn2"
+
+    def register() -> str:
+        calls.append("register")
+        return "neuron_native_lite"
+
+    registry: dict[str, list[list[int]]] = {}
+    _install(monkeypatch, "libtorch_neuronx_lite._compiler", device_count=lite_device_count)
+    _install(monkeypatch, "libtorch_neuronx_lite._compiler.distributed.mesh_registry", _MESH_REGISTRY=registry)
+    _install(
+        monkeypatch,
+        "libtorch_neuronx_lite.compile.platform",
+        get_platform_target=get_platform_target,
+        HBM_MEMORY_GB={"trn2": 23, "trn4": 48},
+    )
+    _install(monkeypatch, "libtorch_neuronx_lite.compile.native_backend", register=register)
+    return registry
+
+
+@pytest.fixture
+def vllm_neuron(monkeypatch, calls):
+    """Recorded: `envs.get_compile_backend_name()`, `envs.get_dist_backend()`,
+    `vllm.platform.NeuronPlatform.set_device_count(n)`."""
+
+    def get_compile_backend_name() -> str:
+        return "neuron_libtorch"
+
+    def recorded_dist_backend() -> str:
+        return "cpu:gloo,neuron:neuron"
+
+    class NeuronPlatform:
+        @classmethod
+        def set_device_count(cls, n: int) -> None:
+            calls.append(("set_device_count", n))
+
+    _install(
+        monkeypatch,
+        "vllm_neuron.envs",
+        get_compile_backend_name=get_compile_backend_name,
+        get_dist_backend=recorded_dist_backend,
+    )
+    _install(monkeypatch, "vllm_neuron.vllm.platform", NeuronPlatform=NeuronPlatform)
+
+
+def test_nothing_installed():
+    assert neuron_packages() == {"vllm_neuron": None, "libtorch_neuronx_lite": None, "nki": None}
+    for call in (get_compile_backend, get_dist_backend, lambda: initialize_device_runtime(0, 1)):
+        with pytest.raises(NeuronPackageError) as error:
+            call()
+        assert "libtorch_neuronx_lite is not installed" in str(error.value)
+        assert "\n" not in str(error.value)
+    register_process_group_replica_groups("tp", [[0, 1]])
+
+
+def test_cpu_mode_needs_nothing(monkeypatch):
+    monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "1")
+    assert get_compile_backend() is None
+    assert get_dist_backend() == "gloo"
+    with pytest.raises(NeuronPackageError, match="VLLM_NEURON_CPU_MODE=1"):
+        initialize_device_runtime(0, 1)
+
+
+def test_an_unknown_backend_is_refused_in_every_mode(monkeypatch):
+    monkeypatch.setenv("VLLM_NEURON_BACKEND", "inductor")
+    for mode in ("0", "1"):
+        monkeypatch.setenv("VLLM_NEURON_CPU_MODE", mode)
+        with pytest.raises(EnvironmentVariableError, match=r"VLLM_NEURON_BACKEND='inductor'.*neuron_native"):
+            get_compile_backend()
+
+
+def test_lite_alone(lite, calls):
+    assert neuron_packages()["libtorch_neuronx_lite"] == "unknown"
+    assert device_count() == 32
+    assert platform_target() == "trn2"
+    assert get_compile_backend() == "neuron_native_lite"
+    assert get_dist_backend() == "cpu:gloo,neuron:neuron"
+    assert calls == ["device_count", "register"]
+
+
+def test_lites_memory_table_comes_before_ours(lite):
+    assert hbm_bytes_per_core("trn2") == 23 * 2**30
+    assert hbm_bytes_per_core("trn4") == 48 * 2**30
+    assert hbm_bytes_per_core("trn3") == 36 * 2**30
+
+
+def test_vllm_neuron_is_asked_first(lite, vllm_neuron, calls):
+    assert get_compile_backend() == "neuron_libtorch"
+    assert get_dist_backend() == "cpu:gloo,neuron:neuron"
+    assert calls == []
+
+
+def test_the_runtime_is_bound_to_one_core(lite, vllm_neuron, calls, monkeypatch):
+    monkeypatch.setenv("NEURON_RT_ROOT_COMM_ID", "host:61234")
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-31")
+    initialize_device_runtime(core=5, device_count=8)
+    assert calls == [("set_device_count", 8)]
+    assert env.get("NEURON_RT_VISIBLE_CORES") == [5]
+    assert sys.modules["os"].environ["NEURON_RT_ROOT_COMM_ID"] == "host:61234"
+
+
+def test_replica_groups_are_registered_as_a_full_partition(lite, monkeypatch):
+    register_process_group_replica_groups("cp", ((0, 2), (3, 1)))
+    assert lite == {"cp": [[0, 2], [3, 1]]}
+    monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "1")
+    register_process_group_replica_groups("tp", [[0, 1]])
+    assert "tp" not in lite
+
+
+@pytest.mark.parametrize("groups", [[], [[]], [[0, 1], [1, 2]], [[0, 1], [3]], [[1, 2]]])
+def test_replica_groups_that_are_no_partition_are_refused(groups):
+    with pytest.raises(ValueError, match="'tp' do not hold each rank of the world exactly once"):
+        register_process_group_replica_groups("tp", groups)
+
+
+def test_an_undetectable_chip(lite, monkeypatch):
+    def get_platform_target() -> str:
+        raise RuntimeError("no metadata service")
+
+    _install(monkeypatch, "libtorch_neuronx_lite.compile.platform", get_platform_target=get_platform_target)
+    with pytest.raises(NeuronPackageError, match="no metadata service; NEURON_PLATFORM_TARGET_OVERRIDE"):
+        platform_target()
+
+
+def test_a_placeholder_package_is_named(monkeypatch):
+    _install(monkeypatch, "libtorch_neuronx_lite")
+    with pytest.raises(NeuronPackageError, match=r"is installed but libtorch_neuronx_lite._compiler does not import"):
+        device_count()
+    _install(monkeypatch, "libtorch_neuronx_lite._compiler.distributed.mesh_registry")
+    with pytest.raises(NeuronPackageError, match=r"has no libtorch_neuronx_lite._compiler.device_count"):
+        device_count()
+    with pytest.raises(NeuronPackageError, match="_MESH_REGISTRY: an incompatible version"):
+        register_process_group_replica_groups("tp", [[0, 1]])
