@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
@@ -34,10 +35,22 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
 
 
-def _positive(value: float | None) -> float | None:
-    if value is not None and not 0 < value < float("inf"):
-        raise typer.BadParameter(f"{value} is not positive")
-    return value
+def _number(valid: str, test: Callable[[float], bool]) -> Callable[[float | None], float | None]:
+    """An option's callback that names the value and what is valid (typer's own ranges name the latter only)."""
+
+    def check(value: float | None) -> float | None:
+        if value is not None and not test(value):
+            raise typer.BadParameter(f"{value} is not {valid}")
+        return value
+
+    return check
+
+
+_COUNT = _number("1 or more", lambda value: value >= 1)
+_POSITIVE = _number("a number above 0", lambda value: 0 < value < math.inf)
+_GUIDANCE = _number("a number of 0 or more", lambda value: 0 <= value < math.inf)
+_SHARE = _number("between 0 and 1", lambda value: 0 <= value <= 1)
+_SEED = _number(f"between 0 and {_MAX_SEED}", lambda value: 0 <= value <= _MAX_SEED)
 
 
 def _text(value: str) -> str:
@@ -81,30 +94,34 @@ def generate(
         "video.mp4"
     ),
     negative_prompt: Annotated[str | None, typer.Option(help="What the video does not show.")] = None,
-    height: Annotated[int | None, typer.Option(min=1, help="Pixels. Default: the model's.")] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="Pixels. Default: the model's.")] = None,
+    height: Annotated[int | None, typer.Option(callback=_COUNT, help="Pixels. Default: the model's.")] = None,
+    width: Annotated[int | None, typer.Option(callback=_COUNT, help="Pixels. Default: the model's.")] = None,
     num_frames: Annotated[
-        int | None, typer.Option(min=1, help=f"Frames. Default: {engine.DEFAULT_NUM_FRAMES}.")
+        int | None, typer.Option(callback=_COUNT, help=f"Frames. Default: {engine.DEFAULT_NUM_FRAMES}.")
     ] = None,
-    num_inference_steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps. Default: the model's.")] = (
-        None
-    ),
-    guidance_scale: Annotated[float | None, typer.Option(min=0, help="Classifier-free guidance; 1 is off.")] = None,
-    guidance_scale_2: Annotated[float | None, typer.Option(min=0, help="Guidance of the second expert.")] = None,
+    num_inference_steps: Annotated[
+        int | None, typer.Option(callback=_COUNT, help="Denoising steps. Default: the model's.")
+    ] = (None),
+    guidance_scale: Annotated[
+        float | None, typer.Option(callback=_GUIDANCE, help="Classifier-free guidance; 1 is off.")
+    ] = None,
+    guidance_scale_2: Annotated[
+        float | None, typer.Option(callback=_GUIDANCE, help="Guidance of the second expert.")
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=_MAX_SEED, help="Seed of the noise. Default: chosen and reported.")
+        int | None, typer.Option(callback=_SEED, help="Seed of the noise. Default: chosen and reported.")
     ] = None,
     fps: Annotated[
-        float | None, typer.Option(callback=_positive, help="Frames per second of the file. Default: the model's.")
+        float | None, typer.Option(callback=_POSITIVE, help="Frames per second of the file. Default: the model's.")
     ] = None,
     tensor_parallel_size: Annotated[
         int | None,
-        typer.Option("--tensor-parallel-size", "-tp", min=1, help="Ranks that share each layer. Default: 1."),
+        typer.Option("--tensor-parallel-size", "-tp", callback=_COUNT, help="Ranks that share each layer. Default: 1."),
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Computation type. Default: bfloat16.")] = None,
-    flow_shift: Annotated[float | None, typer.Option(callback=_positive, help="Shift of the schedule.")] = None,
+    flow_shift: Annotated[float | None, typer.Option(callback=_POSITIVE, help="Shift of the schedule.")] = None,
     boundary_ratio: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Where the low-noise expert takes over.")
+        float | None, typer.Option(callback=_SHARE, help="Where the low-noise expert takes over.")
     ] = None,
     sample_solver: Annotated[str | None, typer.Option(help="Scheduler, as the model names it: unipc, euler.")] = None,
     stage_config: Annotated[

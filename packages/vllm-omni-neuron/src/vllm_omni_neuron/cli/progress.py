@@ -22,10 +22,11 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 # The bar of vLLM-Omni's ProgressBarMixin has no description before the percentage; bars of weight loading have one.
-_STEP = re.compile(r"^\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[")
+# An engine that runs in this process prefixes the first state of it.
+_STEP = re.compile(r"^(?:\(\w+ pid=\d+\))?\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[")
 _SPLIT = re.compile(rb"[\r\n]+")
 _POLL_SECONDS = 0.1
 
@@ -77,13 +78,16 @@ class EngineOutput:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
             console=console,
             transient=True,
+            # rich would show on the terminal what is meant for the log
+            redirect_stdout=False,
+            redirect_stderr=False,
             disable=not (self._show and console.is_terminal),
         )
-        self._task = self._progress.add_task("starting", total=None)
+        self._task = self._progress.add_task("starting", total=None, count="")
         self._progress.start()
         self._follower = threading.Thread(target=self._follow, name="engine-output", daemon=True)
         self._follower.start()
@@ -91,9 +95,14 @@ class EngineOutput:
 
     def phase(self, description: str) -> None:
         """Name what the engine does now."""
-        self._progress.reset(self._task, total=None, description=description)
+        self._begin(description)
         if self._show and not self._console.is_terminal:
             self._console.print(description, markup=False)
+
+    def _begin(self, description: str) -> None:
+        # A new task, because rich cannot take a total back.
+        self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(description, total=None, count="")
 
     def _follow(self) -> None:
         """Read the log as it grows. A pipe would not do: helper processes of the engine outlive it and hold it open."""
@@ -110,7 +119,12 @@ class EngineOutput:
     def _step(self, line: str) -> None:
         if match := _STEP.match(line):
             done, total = map(int, match.groups())
-            self._progress.update(self._task, completed=done, total=total, description="denoising")
+            if done == total:
+                self._begin("decoding the video")
+                return
+            self._progress.update(
+                self._task, completed=done, total=total, description="denoising", count=f"{done}/{total}"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

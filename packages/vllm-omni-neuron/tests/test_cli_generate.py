@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generate` without an engine: what is refused before one starts, what reaches it, what is shown of its answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from vllm_omni_neuron.cli import app, engine
+from vllm_omni_neuron.cli.engine import GenerationRequest, GenerationResult
+from vllm_omni_neuron.video import read_video_info
+
+REPORT = {
+    "num_inference_steps": 40,
+    "steps_per_expert": {"transformer": 26, "transformer_2": 14},
+    "guidance_per_expert": {"transformer": 4.0, "transformer_2": 3.0},
+    "sample_solver": "unipc",
+    "flow_shift": 12.0,
+    "boundary_ratio": 0.875,
+    "dtype": "bfloat16",
+    "layout": {"tp": 2, "cp": 1, "cfg": 1},
+}
+
+
+def output(frames: int = 5, report: dict | None = None, durations: dict | None = None) -> SimpleNamespace:
+    """A request's output of `frames` frames of 48×32."""
+    video = np.random.default_rng(0).random((frames, 32, 48, 3), dtype=np.float32)
+    metadata = {"video": {"fps": 16.0}, **({"generation": report} if report else {})}
+    return SimpleNamespace(
+        images=[video], multimodal_output={"metadata": metadata, "fps": 16.0}, stage_durations=durations or {}
+    )
+
+
+class Engine:
+    """Stands for the engine: keeps the request, answers with `answer` or raises it."""
+
+    def __init__(self) -> None:
+        self.request: GenerationRequest | None = None
+        self.answer: object = output(report=REPORT, durations={"text": 1.25, "denoise": 30.0, "vae": 4.5})
+
+    def __call__(self, request: GenerationRequest, phase: Callable[[str], None]) -> GenerationResult:
+        self.request = request
+        self.deploy_text = None if request.deploy_config is None else request.deploy_config.read_text()
+        phase("starting the engine")
+        os.write(1, b"INFO something of the engine on stdout\n")
+        os.write(2, b"\r 50%|#####     | 20/40 [00:10<00:10]")
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        sampling = engine.apply_request(SimpleNamespace(num_frames=1, seed=None, extra_args={}), request)
+        return GenerationResult(self.answer, sampling, 10.0, 36.0)
+
+
+@pytest.fixture
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    fake = Engine()
+    monkeypatch.setattr(engine, "run_engine", fake)
+    monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    return fake
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model_index.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def arguments(model: Path, tmp_path: Path) -> list[str]:
+    return ["generate", "--model", str(model), "--prompt", "a red panda", "--output", str(tmp_path / "out.mp4")]
+
+
+def run(arguments: list[str], code: int) -> tuple[str, str]:
+    """Run the command; what it wrote to stdout and, boxes removed and lines joined, to stderr."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code, result.output
+    return result.stdout, " ".join(re.sub("[│╭╮╰╯─]", " ", result.stderr).split())
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (["--prompt", "  "], "the prompt is empty"),
+        (["--height", "0"], "'--height': 0 is not 1 or more"),
+        (["--width", "-8"], "'--width': -8 is not 1 or more"),
+        (["--num-frames", "0"], "'--num-frames': 0 is not 1 or more"),
+        (["--num-inference-steps", "-1"], "'--num-inference-steps': -1 is not 1 or more"),
+        (["--guidance-scale", "-1"], "'--guidance-scale': -1.0 is not a number of 0 or more"),
+        (["--guidance-scale-2", "inf"], "'--guidance-scale-2': inf is not a number of 0 or more"),
+        (["--tensor-parallel-size", "0"], "0 is not 1 or more"),
+        (["--fps", "0"], "'--fps': 0.0 is not a number above 0"),
+        (["--flow-shift", "nan"], "'--flow-shift': nan is not a number above 0"),
+        (["--boundary-ratio", "1.5"], "'--boundary-ratio': 1.5 is not between 0 and 1"),
+        (["--seed", "-1"], "'--seed': -1 is not between 0 and"),
+        (["--dtype", "bf16"], "is not one of 'bfloat16', 'float16', 'float32'"),
+        (["--output", "video.gif"], "video.gif does not end in .mp4"),
+        (["--output", "nowhere/video.mp4"], "the folder nowhere does not exist"),
+        (["--model", "/nowhere/model"], "no folder /nowhere/model"),
+        (["--model", "/dev/null"], "/dev/null is a file"),
+    ],
+)
+def test_usage_errors_come_before_the_engine(
+    arguments: list[str], fake_engine: Engine, extra: list[str], expected: str
+) -> None:
+    _, stderr = run([*arguments, *extra], code=2)
+    assert expected in stderr
+    assert fake_engine.request is None
+
+
+def test_a_folder_without_model_index(arguments: list[str], fake_engine: Engine, model: Path) -> None:
+    (model / "model_index.json").unlink()
+    assert "has no model_index.json" in run(arguments, code=2)[1]
+
+
+def test_a_folder_that_cannot_be_written(
+    arguments: list[str], fake_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "cannot be written: no permission" in run(arguments, code=2)[1]
+
+
+def test_an_inactive_plugin_is_said_before_the_engine(
+    arguments: list[str], fake_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omni_neuron_runtime.is_active", lambda: False)
+    assert "set VLLM_NEURON_CPU_MODE=1 to run on the CPU" in run(arguments, code=1)[1]
+    assert fake_engine.request is None
+
+
+def test_a_hub_name_is_left_to_vllm_omni(arguments: list[str], fake_engine: Engine) -> None:
+    run([*arguments, "--model", "Wan-AI/Wan2.2-T2V-A14B-Diffusers"], code=0)
+    assert fake_engine.request is not None
+    assert fake_engine.request.model == "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
+
+
+def test_every_option_reaches_the_engine(arguments: list[str], fake_engine: Engine) -> None:
+    options = {
+        "negative_prompt": "blur",
+        "height": 32,
+        "width": 48,
+        "num_frames": 5,
+        "num_inference_steps": 40,
+        "guidance_scale": 4.0,
+        "guidance_scale_2": 3.0,
+        "seed": 7,
+        "fps": 8.0,
+        "flow_shift": 12.0,
+        "boundary_ratio": 0.9,
+        "sample_solver": "euler",
+        "tensor_parallel_size": 2,
+        "dtype": "float32",
+    }
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    run([*arguments, *flags], code=0)
+    request = dataclasses.asdict(fake_engine.request)
+    assert {name: request[name] for name in options} == options
+    assert not request["seed_is_chosen"]
+
+
+def test_the_file_holds_what_the_summary_says(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> None:
+    stdout, _ = run([*arguments, "--seed", "7", "--json"], code=0)
+    summary = json.loads(stdout)
+    info = read_video_info(tmp_path / "out.mp4")
+    assert (info.frames, info.width, info.height, info.fps) == (5, 48, 32, 16.0)
+    assert (summary["num_frames"], summary["width"], summary["height"], summary["fps"]) == (5, 48, 32, 16.0)
+    assert summary["seed"] == 7
+    assert summary["seconds"] == {"text": 1.25, "denoise": 30.0, "vae": 4.5, "start": 10.0, "total": 36.0}
+    assert {name: summary[name] for name in REPORT} == REPORT
+    assert summary["output"] == str(tmp_path / "out.mp4")
+
+
+def test_the_table(arguments: list[str], fake_engine: Engine) -> None:
+    stdout, _ = run([*arguments, "--seed", "7"], code=0)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in stdout.splitlines() if line.strip()}
+    assert rows["size"] == "48×32"
+    assert rows["frames"] == "5 at 16 fps (0.31 s)"
+    assert rows["steps"] == "26 transformer + 14 transformer_2"
+    assert rows["guidance"] == "4 transformer, 3 transformer_2"
+    assert rows["schedule"] == "unipc, shift 12, boundary 0.875"
+    assert rows["seed"] == "7"
+    assert rows["layout"] == "TP 2 × CP 1 × CFG 1"
+    assert rows["seconds"] == "text 1.2, denoise 30.0, vae 4.5, start 10.0, total 36.0"
+
+
+def test_what_a_pipeline_does_not_report_is_a_dash(arguments: list[str], fake_engine: Engine) -> None:
+    fake_engine.answer = output()
+    stdout, _ = run([*arguments, "--seed", "7"], code=0)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in stdout.splitlines() if line.strip()}
+    assert rows["steps"] == rows["guidance"] == rows["layout"] == rows["schedule"] == "–"
+    assert rows["seconds"] == "text –, denoise –, vae –, start 10.0, total 36.0"
+
+
+def test_a_seed_is_chosen_and_reported(arguments: list[str], fake_engine: Engine) -> None:
+    summary = json.loads(run([*arguments, "--json"], code=0)[0])
+    assert fake_engine.request is not None
+    assert fake_engine.request.seed_is_chosen
+    assert summary["seed"] == fake_engine.request.seed
+
+
+def test_changed_sizes_are_noted(arguments: list[str], fake_engine: Engine) -> None:
+    _, stderr = run([*arguments, "--num-frames", "6", "--height", "40", "--width", "48"], code=0)
+    assert "num frames: asked for 6, got 5" in stderr
+    assert "height: asked for 40, got 32" in stderr
+    assert "width" not in stderr
+
+
+def test_quiet_says_nothing(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> None:
+    assert run([*arguments, "--quiet"], code=0) == ("", "")
+    assert (tmp_path / "out.mp4").exists()
+
+
+def test_fps_is_that_of_the_file(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> None:
+    run([*arguments, "--fps", "8"], code=0)
+    assert read_video_info(tmp_path / "out.mp4").fps == 8.0
+
+
+def test_a_failure_is_one_message_without_a_traceback(arguments: list[str], fake_engine: Engine) -> None:
+    try:
+        raise RuntimeError("stage 0 failed") from ValueError("tensor_parallel_size 3 does not divide 40 heads")
+    except RuntimeError as error:
+        fake_engine.answer = error
+    _, stderr = run(arguments, code=1)
+    assert "error: tensor_parallel_size 3 does not divide 40 heads" in stderr
+    assert "Traceback" not in stderr
+    [log] = re.findall(r"the engine's output is in (\S+)", stderr)
+    assert "something of the engine on stdout" in Path(log).read_text()
+    Path(log).unlink()
+
+
+def test_debug_shows_the_traceback(arguments: list[str], fake_engine: Engine) -> None:
+    fake_engine.answer = ValueError("no")
+    _, stderr = run([*arguments, "--debug", "--verbose"], code=1)
+    assert "Traceback" in stderr
+
+
+def test_an_interrupt_is_no_failure(arguments: list[str], fake_engine: Engine) -> None:
+    fake_engine.answer = KeyboardInterrupt()
+    assert "interrupted" in run([*arguments, "--verbose"], code=130)[1]
+
+
+STAGE = """
+stage_args:
+  - runtime: {devices: "0-1"}
+    engine_args: {model_class_name: WanPipeline, parallel_config: {tensor_parallel_size: 2}}
+"""
+
+
+def test_a_stage_configuration_becomes_a_deploy_configuration(
+    arguments: list[str], fake_engine: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "stage.yaml").write_text(STAGE)
+    run([*arguments, "--stage-config", str(tmp_path / "stage.yaml")], code=0)
+    assert fake_engine.deploy_text is not None
+    assert "tensor_parallel_size: 2" in fake_engine.deploy_text
+    assert fake_engine.request is not None
+    assert not fake_engine.request.deploy_config.exists(), "the temporary file is left behind"
+
+
+def test_a_bad_stage_configuration(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "stage.yaml").write_text(STAGE.replace("0-1", "0-3"))
+    _, stderr = run([*arguments, "--stage-config", str(tmp_path / "stage.yaml")], code=2)
+    assert "runtime.devices names 4 core(s)" in stderr
+
+
+def test_configuration_files_exclude_each_other(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> None:
+    stage, deploy = tmp_path / "stage.yaml", tmp_path / "deploy.yaml"
+    stage.write_text(STAGE)
+    deploy.write_text("stages: []\n")
+    both = ["--stage-config", str(stage), "--deploy-config", str(deploy)]
+    assert "give this or --deploy-config, not both" in run([*arguments, *both], code=2)[1]
+    assert "give it to --stage-config" in run([*arguments, "--deploy-config", str(stage)], code=2)[1]
+    layout = ["--deploy-config", str(deploy), "--tensor-parallel-size", "2"]
+    assert "the configuration file settles the layout" in run([*arguments, *layout], code=2)[1]
+    run([*arguments, "--deploy-config", str(deploy)], code=0)
+    assert fake_engine.request is not None
+    assert fake_engine.request.deploy_config == deploy
+
+
+def test_defaults_of_the_configuration_yield_to_the_request() -> None:
+    defaults = SimpleNamespace(num_frames=33, height=480, seed=5, guidance_scale=4.0, extra_args={"flow_shift": 5.0})
+    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_chosen=True, height=64, flow_shift=12.0)
+    sampling = engine.apply_request(defaults, request)
+    assert (sampling.num_frames, sampling.height, sampling.seed, sampling.guidance_scale) == (33, 64, 5, 4.0)
+    assert sampling.extra_args == {"flow_shift": 12.0}
+    assert defaults.extra_args == {"flow_shift": 5.0}
+
+
+def test_a_given_seed_wins_over_the_configuration() -> None:
+    defaults = SimpleNamespace(num_frames=33, seed=5, extra_args={})
+    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_chosen=False)
+    assert engine.apply_request(defaults, request).seed == 9
+
+
+def test_no_frame_count_is_81_and_never_the_one_of_images() -> None:
+    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_chosen=True)
+    assert engine.apply_request(SimpleNamespace(num_frames=1, seed=None, extra_args={}), request).num_frames == 81
+
+
+def test_the_request_sets_fields_that_vllm_omni_has() -> None:
+    from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+    known = {field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)}
+    request = GenerationRequest(
+        model="m", prompt="p", seed=1, seed_is_chosen=False, height=1, width=1, num_frames=5, num_inference_steps=1,
+        guidance_scale=1.0, guidance_scale_2=1.0, fps=8.0, flow_shift=1.0, boundary_ratio=0.5, sample_solver="unipc",
+    )  # fmt: skip
+    assert set(vars(engine.apply_request(OmniDiffusionSamplingParams(), request))) <= known
+
+
+def test_help_and_version_import_neither_vllm_nor_torch() -> None:
+    program = (
+        "import sys; from vllm_omni_neuron.cli import app; app(['generate', '--help'], standalone_mode=False);"
+        "sys.exit(','.join({'torch', 'vllm', 'vllm_omni', 'omni_neuron_runtime'} & set(sys.modules)) or None)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
