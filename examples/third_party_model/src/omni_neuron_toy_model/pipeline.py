@@ -23,7 +23,9 @@ def get_toy_pre_process_func(od_config: OmniDiffusionConfig) -> Callable[[OmniDi
     tp = od_config.parallel_config.tensor_parallel_size
     if HIDDEN % tp:
         valid = [size for size in range(1, HIDDEN + 1) if HIDDEN % size == 0]
-        raise ValueError(f"tensor_parallel_size={tp} does not divide the toy model's {HIDDEN} channels; use one of {valid}")
+        raise ValueError(
+            f"tensor_parallel_size={tp} does not divide the toy model's {HIDDEN} channels; use one of {valid}"
+        )
 
     def pre_process(request: OmniDiffusionRequest) -> OmniDiffusionRequest:
         if not prompt_of(request):

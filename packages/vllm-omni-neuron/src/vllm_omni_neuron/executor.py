@@ -282,6 +282,11 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
             time.sleep(0.02)
         return self.failure_reason
 
+    def shutdown(self) -> None:
+        """Stop the workers and let go of everything in shared memory, semaphores included."""
+        super().shutdown()
+        self.wake_events = []
+
     def check_health(self) -> None:
         """As vLLM-Omni's.
 

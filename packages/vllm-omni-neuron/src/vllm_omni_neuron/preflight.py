@@ -21,13 +21,7 @@ SHM_ADVISED_BYTES = 1 << 30
 
 def parallel_layout(parallel_config: Any) -> str:
     """The parallel sizes above one, for messages: `tensor_parallel_size 2 × cfg_parallel_size 2`."""
-    names = (
-        "tensor_parallel_size",
-        "sequence_parallel_size",
-        "cfg_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-    )
+    names = ("tensor_parallel_size", "sequence_parallel_size", "cfg_parallel_size")
     sizes = {name: getattr(parallel_config, name, 1) for name in names}
     return " × ".join(f"{name} {size}" for name, size in sizes.items() if size != 1) or "no parallelism"
 
@@ -36,8 +30,13 @@ def check_world_size(od_config: Any) -> None:
     """Compare the number of ranks with the cores that this process may use.
 
     Raises:
-        ValueError: fewer cores than ranks, or a list of visible cores of another length than the number of ranks.
+        ValueError: fewer cores than ranks, a list of visible cores of another length than the number of ranks, or
+            ranks along an axis that has no place in the layout.
     """
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        size = getattr(od_config.parallel_config, name, 1)
+        if size != 1:
+            raise ValueError(f"{name} {size} is not supported on Neuron: ranks are laid out over TP × CP × CFG; use 1")
     world = od_config.num_gpus
     layout = parallel_layout(od_config.parallel_config)
     visible = runtime.visible_cores()

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seams into vLLM and vLLM-Omni."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+from vllm_omni.diffusion.data import AsyncOutputKind, DiffusionOutput
+from vllm_omni.diffusion.ipc import unpack_diffusion_output_shm
+
+from vllm_omni_neuron import compat
+
+
+def worker_proc(*items: Any) -> Any:
+    sent: list[Any] = []
+    proc = types.SimpleNamespace(
+        _async_output_queue=queue.Queue(),
+        _async_output_done=threading.Condition(),
+        _async_output_pending=len(items),
+        _enqueue_result=sent.append,
+        sent=sent,
+    )
+    for item in (*items, None):
+        proc._async_output_queue.put(item)
+    return proc
+
+
+def test_results_are_packed_without_a_stream() -> None:
+    video = torch.arange(2_000_000, dtype=torch.int32)  # above vLLM-Omni's threshold for shared memory
+    proc = worker_proc((DiffusionOutput(output=video), "id", None))
+    compat.pack_outputs_on_cpu(proc)
+    [message] = proc.sent
+    assert (message.kind, message.async_output_id, message.error) == (AsyncOutputKind.OUTPUT_READY, "id", None)
+    unpack_diffusion_output_shm(message.output)
+    assert torch.equal(message.output.output, video)
+    assert proc._async_output_pending == 0
+
+
+def test_a_result_that_cannot_be_packed_is_an_error_and_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(output: Any) -> None:
+        if output == "bad":
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr("vllm_omni.diffusion.ipc.pack_diffusion_output_shm", fail)
+    proc = worker_proc(("bad", "one", None), ("good", "two", None))
+    compat.pack_outputs_on_cpu(proc)
+    assert "No space left on device" in proc.sent[0].error
+    assert proc.sent[1].error is None
+    assert proc._async_output_pending == 0
+
+
+def test_collective_timeout_is_for_the_time_of_the_call() -> None:
+    from torch.distributed import distributed_c10d
+
+    before = distributed_c10d.default_pg_timeout
+    with compat.collective_timeout(7):
+        assert distributed_c10d._get_default_timeout("gloo").total_seconds() == 7
+    assert distributed_c10d.default_pg_timeout == before
+
+
+def test_segments_are_named() -> None:
+    probe = (
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "from vllm_omni_neuron.compat import name_shared_memory\n"
+        "name_shared_memory('omnxtest_3_')\n"
+        "segment = SharedMemory(create=True, size=8)\n"
+        "print(segment.name); segment.close(); segment.unlink()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("omnxtest_3_")
+
+
+def test_engine_patches_choose_our_executors_and_can_be_applied_twice() -> None:
+    probe = (
+        "import types\n"
+        "import vllm_omni_neuron\n"
+        "from vllm_omni_neuron.compat import apply_engine_patches\n"
+        "from vllm_omni.diffusion.executor.abstract import DiffusionExecutor\n"
+        "from vllm_omni.diffusion.inline_stage_diffusion_client import InlineStageDiffusionClient as Client\n"
+        "from vllm.v1.engine.exceptions import EngineDeadError\n"
+        "apply_engine_patches(); first = DiffusionExecutor.__dict__['get_class']\n"
+        "apply_engine_patches(); assert DiffusionExecutor.__dict__['get_class'] is first\n"
+        "for world, backend in ((1, None), (2, None), (1, 'mp')):\n"
+        "    config = types.SimpleNamespace(num_gpus=world, distributed_executor_backend=backend)\n"
+        "    print(DiffusionExecutor.get_class(config).__name__)\n"
+        "class Dead(Client):\n"
+        "    def __init__(self, reason):\n"
+        "        import asyncio\n"
+        "        self._output_queue, self._engine_dead, self.stage_id = asyncio.Queue(), True, 0\n"
+        "        self._engine = types.SimpleNamespace(executor=types.SimpleNamespace(failure_reason=reason))\n"
+        "for reason in ('rank 3 was killed', None):\n"
+        "    try:\n"
+        "        Dead(reason).get_diffusion_output_nowait()\n"
+        "    except EngineDeadError as error:\n"
+        "        print(str(error))\n"
+    )
+    environment = {**os.environ, "VLLM_NEURON_CPU_MODE": "1"}
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if not line.startswith(("INFO ", "WARNING "))]
+    assert lines[:3] == ["NeuronUniProcExecutor", "NeuronMultiprocExecutor", "NeuronMultiprocExecutor"]
+    assert lines[3] == "stage 0's diffusion engine is dead: rank 3 was killed"
+    assert "rank" not in lines[4]

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker and the model runner without an engine: order of loading, generators, refusals, the parallel layer."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from vllm_omni.diffusion.worker import diffusion_worker
+from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
+
+import omni_neuron_runtime as runtime
+from vllm_omni_neuron import NeuronDiffusionModelRunner, NeuronDiffusionWorker, capture, compat, model_runner, worker
+
+
+class Component(nn.Module):
+    def __init__(self, name: str, events: list[str]) -> None:
+        super().__init__()
+        self.part = nn.Linear(2, 2)
+        self.label, self.events = name, events
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        hooks = sum(len(module._forward_hooks) for module in self.modules())
+        self.events.append(f"compile {self.label} {kwargs['backend']} hooks={hooks}")
+
+
+class Pipeline(nn.Module):
+    """Names that no runner can know."""
+
+    _dit_modules: ClassVar[list[str]] = ["first_expert", "second_expert"]
+    _encoder_modules: ClassVar[list[str]] = ["reader"]
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.first_expert = Component("first_expert", events)
+        self.second_expert = None
+        self.reader = Component("reader", events)
+        self.events = events
+
+    def to(self, device: Any, *args: Any) -> Any:
+        self.events.append(f"to {device}")
+        return self
+
+    def predict_noise(self, **kwargs: Any) -> Any:
+        return None
+
+
+def runner_of(pipeline: Any, monkeypatch: pytest.MonkeyPatch, device: str = "meta", **config: Any) -> Any:
+    runner = NeuronDiffusionModelRunner.__new__(NeuronDiffusionModelRunner)
+    runner.device, runner.pipeline = torch.device(device), None
+    runner.od_config = types.SimpleNamespace(**{"model_config": {}, "enforce_eager": False, **config})
+
+    def load_model(self: Any, *_: Any) -> None:
+        pipeline.events.append(f"load on {self.device}")
+        self.pipeline = pipeline
+
+    monkeypatch.setattr(DiffusionModelRunner, "load_model", load_model)
+    platform = types.SimpleNamespace(get_compile_backend=lambda: "some_backend")
+    monkeypatch.setattr(model_runner, "current_omni_platform", platform)
+    return runner
+
+
+def test_order_of_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CPU first, device, hooks, compilation, and `predict_noise` last; a component this rank lacks is left out."""
+    events: list[str] = []
+    pipeline = Pipeline(events)
+    settings = {"modules": ["part"], "capture_dir": str(tmp_path)}
+    runner = runner_of(pipeline, monkeypatch, model_config={"tensor_capture": settings})
+    original = pipeline.predict_noise
+    monkeypatch.setattr(
+        capture.TensorCapture, "observe", lambda _self, observed: events.append(f"observe {type(observed).__name__}")
+    )
+    runner.load_model()
+    assert events == [
+        "load on cpu",
+        "to meta",
+        "compile first_expert some_backend hooks=1",
+        "compile reader some_backend hooks=0",
+        "observe Pipeline",
+    ]
+    assert runner.device == torch.device("meta")
+    assert pipeline.predict_noise == original
+
+
+def test_eager_and_cpu_mode_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    runner_of(Pipeline(events), monkeypatch, device="cpu", enforce_eager=True).load_model()
+    assert events == ["load on cpu"]
+    events.clear()
+    runner = runner_of(Pipeline(events), monkeypatch, device="cpu")
+    monkeypatch.setattr(model_runner.current_omni_platform, "get_compile_backend", lambda: None)
+    runner.load_model()
+    assert events == ["load on cpu"]
+    runner.load_model(load_format="dummy")
+    assert events == ["load on cpu"]
+
+
+def test_a_pipeline_may_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Pipeline):
+        def compile(self, *args: Any, **kwargs: Any) -> None:
+            self.events.append(f"own compile {kwargs}")
+
+    events: list[str] = []
+    runner_of(Own(events), monkeypatch).load_model()
+    assert events[-1] == "own compile {'backend': 'some_backend'}"
+
+
+def test_a_declared_component_that_is_missing() -> None:
+    pipeline = Pipeline([])
+    del pipeline.reader
+    with pytest.raises(AttributeError, match="Pipeline._encoder_modules declares 'reader'"):
+        model_runner.declared_components(pipeline)
+
+
+def test_generators() -> None:
+    runner = NeuronDiffusionModelRunner.__new__(NeuronDiffusionModelRunner)
+    runner.device = torch.device("meta")
+    seeded = types.SimpleNamespace(generator=None, generator_device=None, seed=3)
+    runner._initialize_generator(seeded)
+    assert seeded.generator.device.type == "cpu"
+    assert torch.equal(
+        torch.rand(4, generator=seeded.generator), torch.rand(4, generator=torch.Generator().manual_seed(3))
+    )
+    own = torch.Generator().manual_seed(5)
+    given = types.SimpleNamespace(generator=own, generator_device=None, seed=3)
+    runner._initialize_generator(given)
+    assert given.generator is own
+
+
+def test_capture_needs_configuration() -> None:
+    runner = NeuronDiffusionModelRunner.__new__(NeuronDiffusionModelRunner)
+    with pytest.raises(RuntimeError, match="tensor capture is not configured"):
+        runner.enable_capture("x")
+    runner.disable_capture()
+
+
+def worker_of(**config: Any) -> Any:
+    instance = NeuronDiffusionWorker.__new__(NeuronDiffusionWorker)
+    instance.od_config = types.SimpleNamespace(**config)
+    instance.rank = 0
+    return instance
+
+
+def test_order_of_device_initialisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups are made under the timeout, adopted, and `F.gelu` is restored after the device runtime changed it."""
+    events: list[Any] = []
+    monkeypatch.setenv("OMNI_NEURON_COLLECTIVE_TIMEOUT_S", "77")
+    monkeypatch.setattr(runtime, "is_cpu_mode", lambda: False)
+    monkeypatch.setattr(runtime, "visible_cores", lambda: [4, 5])
+    aten_gelu = torch.nn.functional.gelu
+
+    def initialize_device_runtime(core: int, count: int) -> None:
+        events.append(("device", core, count))
+        monkeypatch.setattr(torch.nn.functional, "gelu", lambda x: x)
+
+    monkeypatch.setattr(runtime, "initialize_device_runtime", initialize_device_runtime)
+
+    def init_device(_self: Any) -> None:
+        from torch.distributed import distributed_c10d
+
+        events.append(("groups", distributed_c10d.default_pg_timeout.total_seconds()))
+
+    monkeypatch.setattr(diffusion_worker.DiffusionWorker, "init_device", init_device)
+
+    class Provider:
+        def initialize_from_vllm_omni(self, **sizes: int) -> None:
+            events.append(("adopt", sizes))
+
+        def destroy(self) -> None:
+            events.append("destroy")
+
+    monkeypatch.setattr(worker, "load_parallel_provider", Provider)
+    monkeypatch.setattr(diffusion_worker.DiffusionWorker, "shutdown", lambda _self: events.append("stock shutdown"))
+    sizes = types.SimpleNamespace(tensor_parallel_size=2, sequence_parallel_size=1, cfg_parallel_size=1)
+    instance = worker_of(num_gpus=2, parallel_config=sizes)
+    instance.rank = 1
+    instance.init_device()
+    assert torch.nn.functional.gelu is aten_gelu
+    instance.shutdown()
+    instance.shutdown()
+    assert events == [
+        ("device", 5, 2),
+        ("groups", 77.0),
+        ("adopt", {"tp": 2, "cp": 1, "cfg": 1}),
+        "destroy",
+        "stock shutdown",
+        "stock shutdown",
+    ]
+
+
+def provider(distribution: str) -> Any:
+    return types.SimpleNamespace(distribution=distribution, load=lambda: lambda: distribution)
+
+
+def test_parallel_layer_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from omni_neuron_parallel import ParallelProvider
+
+    found: list[Any] = []
+    monkeypatch.setattr(runtime, "discover_providers", lambda _group: types.SimpleNamespace(usable=lambda: found))
+    assert isinstance(worker.load_parallel_provider(), ParallelProvider)  # also where VLLM_PLUGINS drops ours
+    found.append(provider("omni-neuron-parallel"))
+    assert isinstance(worker.load_parallel_provider(), ParallelProvider)
+    found.append(provider("acme"))
+    assert worker.load_parallel_provider() == "acme"
+    found.append(provider("zeta"))
+    with pytest.raises(RuntimeError, match="several distributions offer a parallel layer"):
+        worker.load_parallel_provider()
+
+
+def test_lora_and_sleep_are_refused_clearly() -> None:
+    instance = worker_of(lora_path="adapter.safetensors", enable_sleep_mode=True)
+    with pytest.raises(NotImplementedError, match=r"lora_path='adapter.safetensors': LoRA is not supported"):
+        instance.init_lora_manager()
+    with pytest.raises(NotImplementedError, match="LoRA is not supported"):
+        instance.add_lora("style")
+    request = types.SimpleNamespace(
+        sampling_params=types.SimpleNamespace(lora_request=types.SimpleNamespace(lora_name="style"))
+    )
+    with pytest.raises(NotImplementedError, match="the request's adapter 'style'"):
+        instance.execute_model(request, None)
+    with pytest.raises(NotImplementedError, match="enable_sleep_mode=True: sleep mode is not supported"):
+        instance.init_device()
+    with pytest.raises(NotImplementedError, match=r"sleep\(level=2\)"):
+        instance.sleep(2)
+    with pytest.raises(NotImplementedError, match="wake_up"):
+        instance.wake_up()
+    worker_of(lora_path=None).init_lora_manager()
+
+
+def test_restore_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda x: x)
+    compat.restore_gelu()
+    assert torch.nn.functional.gelu is torch._C._nn.gelu
