@@ -62,7 +62,6 @@ def make_pipeline(path: str, dtype: torch.dtype, **config: Any) -> NeuronWanPipe
     # The checks that an engine leaves off by default: every rank compares its latents with the others' after each step.
     os.environ["OMNI_NEURON_CHECK_RANK_AGREEMENT"] = "1"
     pipeline = NeuronWanPipeline(od_config=OmniDiffusionConfig(model=path, dtype=dtype, **config))
-    pipeline.load_weights(())
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -28,7 +28,7 @@ from omni_neuron_runtime import env
 from omni_neuron_wan22.checkpoint import Expert, WanCheckpoint, load_text_encoder, load_transformer, load_vae
 from omni_neuron_wan22.config import WanConfigError
 from omni_neuron_wan22.prompt import tokenize_prompt
-from omni_neuron_wan22.request import EngineDefaults, GenerationRequest, resolve_request
+from omni_neuron_wan22.request import DEFAULT_FLOW_SHIFT, EngineDefaults, GenerationRequest, resolve_request
 from omni_neuron_wan22.scheduler import make_scheduler
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel
@@ -161,11 +161,16 @@ class NeuronWanPipeline(
     supports_request_batch: ClassVar[bool] = False
     # A warm-up at vLLM-Omni's 512×512 would compile graphs of a shape that nobody asked for.
     dummy_run_num_frames: ClassVar[int] = 0
-    _dit_modules: ClassVar[list[str]] = ["transformer", "transformer_2"]
+    # vLLM-Omni's declaration of components, by what this rank has: see the constructor.
+    _dit_modules: list[str]
     _encoder_modules: ClassVar[list[str]] = ["text_encoder"]
-    _vae_modules: ClassVar[list[str]] = ["vae"]
-    # vLLM-Omni's loader streams these; ours reads its own shards in `load_weights`.
+    _vae_modules: list[str]
+    # What vLLM-Omni's loader would stream to every rank, whole; this pipeline reads its own shards.
     weights_sources: ClassVar[tuple[()]] = ()
+    text_encoder: NeuronTextEncoderWrapper
+    transformer: WanTransformer3DModel
+    transformer_2: WanTransformer3DModel
+    vae: NeuronAutoencoderKLWan
     if TYPE_CHECKING:  # from vLLM-Omni's mixins, whose types mypy does not follow (see pyproject.toml)
         predict_noise_maybe_with_cfg: Callable[..., torch.Tensor]
         progress_bar: Callable[..., Any]
@@ -178,11 +183,16 @@ class NeuronWanPipeline(
         self.defaults = engine_defaults(od_config, self.checkpoint)
         self.device = get_local_device()
         self.tokenizer = AutoTokenizer.from_pretrained(self.checkpoint.path / "tokenizer", local_files_only=True)
-        self.scheduler = make_scheduler("unipc", self.defaults.flow_shift or 5.0)
-        self.text_encoder: NeuronTextEncoderWrapper | None = None
-        self.transformer: WanTransformer3DModel | None = None
-        self.transformer_2: WanTransformer3DModel | None = None
-        self.vae: NeuronAutoencoderKLWan | None = None
+        self.scheduler = make_scheduler("unipc", DEFAULT_FLOW_SHIFT)
+        # Shards go from the files to the device one by one, so there is no stage at which a component exists unloaded.
+        dtype, experts = od_config.dtype, self.checkpoint.experts_in_use(od_config.boundary_ratio)
+        self.text_encoder = load_text_encoder(self.checkpoint, dtype=dtype, device=self.device)
+        for expert in experts:
+            setattr(self, expert, load_transformer(self.checkpoint, expert, dtype=dtype, device=self.device))
+        if self.is_output_rank:
+            self.vae = load_vae(self.checkpoint, dtype=dtype, device=self.device)
+        self._dit_modules = list(experts)
+        self._vae_modules = ["vae"] if self.is_output_rank else []
 
     @property
     def is_output_rank(self) -> bool:
@@ -190,20 +200,11 @@ class NeuronWanPipeline(
         return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load this rank's shards of every component that it runs.
+        """The names of all parameters, for vLLM-Omni's completeness check; the constructor has loaded them.
 
         Args:
             weights: empty, as `weights_sources` is.
-
-        Returns:
-            The names of all parameters, for vLLM-Omni's completeness check.
         """
-        dtype, device = self.od_config.dtype, self.device
-        self.text_encoder = load_text_encoder(self.checkpoint, dtype=dtype, device=device)
-        for expert in self.checkpoint.experts_in_use(self.od_config.boundary_ratio):
-            setattr(self, expert, load_transformer(self.checkpoint, expert, dtype=dtype, device=device))
-        if self.is_output_rank:
-            self.vae = load_vae(self.checkpoint, dtype=dtype, device=device)
         return {name for name, _ in self.named_parameters()}
 
     @torch.inference_mode()
@@ -250,7 +251,6 @@ class NeuronWanPipeline(
 
     def encode_prompt(self, prompt: str, max_sequence_length: int) -> torch.Tensor:
         """`[1, max_sequence_length, text_dim]`, zero at padded positions."""
-        assert self.text_encoder is not None
         input_ids, attention_mask = tokenize_prompt(self.tokenizer, prompt, max_sequence_length)
         output = self.text_encoder(input_ids.to(self.device), attention_mask.to(self.device))
         return output.last_hidden_state
@@ -320,7 +320,6 @@ class NeuronWanPipeline(
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents `[1, C, T, h, w]` float32 to frames `[1, 3, 4 T − 3, 8 h, 8 w]` within ±1. Output rank only."""
-        assert self.vae is not None
         return self.vae.decode(self.vae.denormalize(latents))
 
     def _expert(self, timestep: float, boundary: float, request: GenerationRequest) -> tuple[Expert, float]:
@@ -328,7 +327,7 @@ class NeuronWanPipeline(
         low_noise = timestep < boundary
         scale = request.guidance_scale_2 if low_noise else request.guidance_scale
         wanted: Expert = "transformer_2" if low_noise and "transformer_2" in self.checkpoint.experts else "transformer"
-        if getattr(self, wanted) is None:
+        if not hasattr(self, wanted):
             raise ValueError(
                 f"timestep {timestep:.0f} with boundary_ratio = {request.boundary_ratio} needs {wanted}, which "
                 f"the engine did not load because it was started with boundary_ratio = {self.od_config.boundary_ratio}"

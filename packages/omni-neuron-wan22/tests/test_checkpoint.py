@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged or unsuitable checkpoints and engine settings, refused from headers and configurations before any loading."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm_omni.diffusion.data import OmniDiffusionConfig
+
+from omni_neuron_runtime import CheckpointError
+from omni_neuron_wan22 import TinyWan, WanCheckpoint, WanConfigError, make_tiny_checkpoint
+from omni_neuron_wan22.pipeline import check_engine_config
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One weights file a component."""
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("wan") / "plain", TinyWan(num_layers=1, text_layers=1))
+
+
+@pytest.fixture
+def checkpoint(plain: Path, tmp_path: Path) -> WanCheckpoint:
+    """A copy to damage."""
+    return WanCheckpoint(Path(shutil.copytree(plain, tmp_path / "model")))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def weights_of(checkpoint: WanCheckpoint, component: str) -> Path:
+    [path] = (checkpoint.path / component).glob("*.safetensors")
+    return path
+
+
+def test_a_good_checkpoint_passes(checkpoint: WanCheckpoint) -> None:
+    for size in (1, 2, 4):
+        checkpoint.check(tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize("component", ["vae", "text_encoder", "tokenizer", "transformer", "transformer_2"])
+def test_missing_component(checkpoint: WanCheckpoint, component: str) -> None:
+    shutil.rmtree(checkpoint.path / component)
+    with pytest.raises(WanConfigError, match=rf"no folder {component}; a Wan2.2 checkpoint has transformer, "):
+        checkpoint.check()
+
+
+@pytest.mark.parametrize("component", ["vae", "text_encoder", "transformer_2"])
+def test_truncated_file(checkpoint: WanCheckpoint, component: str) -> None:
+    path = weights_of(checkpoint, component)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=path.name):
+        checkpoint.check()
+
+
+def test_wrong_shape_of_one_tensor(checkpoint: WanCheckpoint) -> None:
+    key = "blocks.0.ffn.net.0.proj.weight"
+    edit_weights(weights_of(checkpoint, "transformer"), lambda t: t.update({key: t[key][:-1].contiguous()}))
+    with pytest.raises(CheckpointError, match=rf"{key} \[255, 128\] does not fit .* \[256, 128\]"):
+        checkpoint.check()
+
+
+def test_missing_tensor(checkpoint: WanCheckpoint) -> None:
+    key = "blocks.0.attn1.to_k.weight"
+    edit_weights(weights_of(checkpoint, "transformer"), lambda tensors: tensors.pop(key))
+    with pytest.raises(CheckpointError, match=rf"missing 1 tensor\(s\): {key}"):
+        checkpoint.check()
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("model_index.json", {"_class_name": "WanImageToVideoPipeline"}, "runs WanPipeline"),
+        ("model_index.json", {"expand_timesteps": True}, "TI2V-5B"),
+        ("transformer/config.json", {"in_channels": 36}, "image-to-video"),
+        ("transformer_2/config.json", {"text_dim": 65}, "text_dim = 65 but the text encoder has d_model = 64"),
+        ("vae/config.json", {"is_residual": True}, "VAE 2.2"),
+        ("vae/config.json", {"latents_std": [1.0]}, "latents_std has 1 values, z_dim is 16"),
+    ],
+)
+def test_other_models_are_refused(checkpoint: WanCheckpoint, file: str, changes: dict[str, Any], message: str) -> None:
+    edit_json(checkpoint.path / file, **changes)
+    with pytest.raises(WanConfigError, match=message):
+        checkpoint.check()
+
+
+def test_not_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(WanConfigError, match="is not a folder"):
+        WanCheckpoint(tmp_path / "nothing").check()
+    with pytest.raises(WanConfigError, match=r"model_index.json is missing"):
+        WanCheckpoint(tmp_path).check()
+
+
+def test_one_expert(tmp_path: Path) -> None:
+    checkpoint = WanCheckpoint(make_tiny_checkpoint(tmp_path, TinyWan(experts=1, num_layers=1)))
+    checkpoint.check()
+    assert checkpoint.experts_in_use(0.875) == ("transformer",)
+
+
+def test_boundary_decides_which_experts_are_needed(checkpoint: WanCheckpoint) -> None:
+    assert checkpoint.experts_in_use(None) == checkpoint.experts_in_use(0.875) == ("transformer", "transformer_2")
+    assert checkpoint.experts_in_use(1.0) == ("transformer_2",)
+    assert checkpoint.experts_in_use(0.0) == ("transformer",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parallel_config": {"tensor_parallel_size": 3}}, r"tensor_parallel_size = 3: .*4 attention heads.*1, 2, 4$"),
+        ({"parallel_config": {"ring_degree": 2}}, "ring_degree = 2"),
+        ({"parallel_config": {"cfg_parallel_size": 2}}, "cfg_parallel_size = 2"),
+        ({"enable_cpu_offload": True}, "enable_cpu_offload = True"),
+        ({"cache_backend": "cache_dit"}, "cache_backend = 'cache_dit'"),
+    ],
+)
+def test_engine_settings_that_this_version_lacks(plain: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(WanConfigError, match=message):
+        check_engine_config(OmniDiffusionConfig(model=str(plain), dtype="float32", **settings))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request becomes: defaults, rounding with a warning, and refusals that name the setting."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from vllm_omni.diffusion.request import OmniDiffusionRequest
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+from omni_neuron_wan22 import GenerationRequest, RequestError
+from omni_neuron_wan22.request import EngineDefaults, resolve_request
+
+
+def resolve(prompt: Any = "a cat", defaults: EngineDefaults | None = None, **settings: Any) -> GenerationRequest:
+    # As the engine makes it: the request object marks which guidance scales the caller gave.
+    request = OmniDiffusionRequest(
+        prompt=prompt, sampling_params=OmniDiffusionSamplingParams(**settings), request_id="test"
+    )
+    return resolve_request(request.prompt, request.sampling_params, defaults or EngineDefaults())
+
+
+def test_defaults_are_those_of_wan() -> None:
+    request = resolve()
+    assert (request.height, request.width, request.num_frames, request.num_inference_steps) == (480, 832, 81, 40)
+    assert (request.guidance_scale, request.guidance_scale_2) == (4.0, 4.0)
+    assert (request.boundary_ratio, request.flow_shift, request.sample_solver) == (0.875, 5.0, "unipc")
+    assert (request.fps, request.output_type, request.max_sequence_length) == (16.0, "np", 512)
+    assert request.seed is not None  # vLLM-Omni draws one, so that all ranks have the same
+
+
+@pytest.mark.parametrize(
+    ("asked", "made"), [(80, 81), (81, 81), (82, 81), (83, 81), (84, 85), (17, 17), (2, 1), (4, 5)]
+)
+def test_frame_counts_become_4k_plus_1(asked: int, made: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert resolve(num_frames=asked).num_frames == made
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (asked != made)
+    assert all(str(asked) in warning and str(made) in warning for warning in warnings)
+
+
+def test_one_frame_on_request() -> None:
+    # num_frames = 1 is vLLM-Omni's way to say nothing; an explicit single frame comes as an extra argument.
+    assert resolve(num_frames=1).num_frames == 81
+    assert resolve(extra_args={"num_frames": 1}).num_frames == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "made"), [((720, 1280), (720, 1280)), ((725, 1283), (720, 1280)), ((17, 31), (16, 16))]
+)
+def test_sizes_are_rounded_down(
+    asked: tuple[int, int], made: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        request = resolve(height=asked[0], width=asked[1])
+    assert (request.height, request.width) == made
+    warned = {name for name in ("height", "width") if name in caplog.text}
+    assert warned == {name for name, a, b in zip(("height", "width"), asked, made, strict=True) if a != b}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"height": 0}, "height = 0: a whole number of at least 1"),
+        ({"width": -16}, "width = -16"),
+        ({"height": 8}, "height = 8: the smallest size is 16"),
+        ({"num_frames": 0}, "num_frames = 0"),
+        ({"num_frames": -3}, "num_frames = -3"),
+        ({"num_inference_steps": 0}, "num_inference_steps = 0"),
+        ({"guidance_scale": -1.0}, "guidance_scale = -1.0"),
+        ({"guidance_scale": float("nan")}, "guidance_scale = nan"),
+        ({"boundary_ratio": 1.5}, "boundary_ratio = 1.5"),
+        ({"extra_args": {"flow_shift": "fast"}}, "flow_shift = 'fast'"),
+        ({"extra_args": {"sample_solver": "ddim"}}, "sample_solver = 'ddim': valid values are unipc, euler"),
+        ({"output_type": "gif"}, "output_type = 'gif': valid values are np, pt, pil, latent"),
+        ({"num_outputs_per_prompt": 2}, "num_outputs_per_prompt = 2: this version makes one video a request"),
+        ({"prompt": ""}, "prompt = ''"),
+        ({"prompt": "  \n"}, "prompt = "),
+        ({"prompt": {"prompt": "x", "multi_modal_data": {"image": object()}}}, "image"),
+        ({"prompt": {"prompt": "x", "prompt_embeds": torch.zeros(1)}}, "prompt_embeds"),
+    ],
+)
+def test_refusals_name_setting_value_and_valid_values(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        resolve(**settings)
+
+
+def test_request_then_engine_then_default() -> None:
+    engine = EngineDefaults(boundary_ratio=0.9, flow_shift=12.0)
+    assert resolve(defaults=engine).flow_shift == 12.0
+    assert resolve(defaults=engine).boundary_ratio == 0.9
+    overridden = resolve(defaults=engine, boundary_ratio=0.5, extra_args={"flow_shift": 3, "sample_solver": "Euler"})
+    assert (overridden.flow_shift, overridden.boundary_ratio, overridden.sample_solver) == (3.0, 0.5, "euler")
+
+
+def test_guidance_reaches_both_experts() -> None:
+    assert resolve(guidance_scale=3.0).guidance_scale_2 == 3.0
+    request = resolve(guidance_scale=3.0, guidance_scale_2=1.0)
+    assert (request.guidance_scale, request.guidance_scale_2, request.uses_guidance) == (3.0, 1.0, True)
+    assert not resolve(guidance_scale=1.0).uses_guidance
+    assert not resolve(guidance_scale=0.0).uses_guidance
+
+
+def test_frame_rate_changes_the_container_only() -> None:
+    request = resolve(fps=24, num_frames=33)
+    assert (request.fps, request.num_frames) == (24.0, 33)
