@@ -141,7 +141,7 @@ def test_dtype_override_casts_floating_parameters_only(tmp_path, method):
     result = load(0, 1, model, {"w": "w", "n": "n"}, "cpu", dtype_override=torch.bfloat16)
     assert result.state_dict["w"].dtype == torch.bfloat16
     assert result.state_dict["n"].dtype == torch.int64
-    with pytest.raises(CheckpointError, match=r"'n' from 'w' F64.*torch.float64 cannot be cast to torch.int64"):
+    with pytest.raises(CheckpointError, match=r"'w' from 'n' I64.*torch.int64 cannot be cast to torch.float32"):
         load(0, 1, model, {"w": "n", "n": "w"}, "cpu")
 
 
@@ -254,7 +254,7 @@ def test_the_pipeline_leaves_no_thread_behind_whether_it_works_or_fails(folder):
         raise ZeroDivisionError("in the loader")
 
     set_weight_loader(model.norm, SafetensorsWeightLoader(broken))
-    with pytest.raises(CheckpointError, match="parameter 'norm' from 'norm.weight'.*in the loader") as error:
+    with pytest.raises(CheckpointError, match=r"'norm' from 'norm.weight'.*ZeroDivisionError") as error:
         SafetensorsCheckpoint(folder).load_sharded_pipelined(0, 1, model, MAPPING, "cpu")
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert _weight_threads() == []
@@ -296,12 +296,6 @@ def test_few_parameters_are_in_flight(tmp_path):
             made.append(1)
             ahead.append(len(made) - len(transferred))
             return value
-
-    class Slow(dict):
-        def __setitem__(self, key, value):
-            time.sleep(0.002)
-            transferred.append(1)
-            super().__setitem__(key, value)
 
     for number in range(count):
         parameter = nn.Parameter(torch.empty(4, device="meta"))
