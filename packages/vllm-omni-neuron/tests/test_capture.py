@@ -158,9 +158,7 @@ def test_hooks_are_part_of_a_compiled_graph(tmp_path: Path) -> None:
 
     torch._dynamo.reset()
     pipeline = Pipeline()
-    capture = TensorCapture(
-        settings(tmp_path, "blocks.0-2.ffn"), {"anything": pipeline.anything}, lambda: Ranks(0, 0, 0)
-    )
+    capture = TensorCapture(settings(tmp_path, "blocks.0-2.ffn"), {"anything": pipeline.anything}, lambda: LEADER)
     pipeline.anything.compile(backend=backend, fullgraph=True)
     capture.observe(pipeline)
     x = torch.ones(1, 3)

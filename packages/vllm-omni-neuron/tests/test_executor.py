@@ -225,7 +225,7 @@ def test_a_peers_broken_connection_is_explained_by_the_death(monkeypatch: pytest
 
     monkeypatch.setattr(executor.MultiprocDiffusionExecutor, "collective_rpc", broken)
     self._start_worker_monitor()
-    with pytest.raises(WorkerDiedError, match="rank 0 .* was killed by SIGKILL"):
+    with pytest.raises(WorkerDiedError, match=r"rank 0 .* was killed by SIGKILL"):
         self.collective_rpc("execute_model")
 
 
@@ -241,6 +241,21 @@ def test_an_ordinary_error_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(RuntimeError, match="height must be positive"):
         self.collective_rpc("execute_model")
     process.kill()
+
+
+@pytest.mark.parametrize(("variable", "expected"), [(None, executor.REQUEST_TIMEOUT_S), ("5", 600.0)])
+def test_a_request_has_vllm_omnis_deadline_only_where_it_is_set(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, expected: float
+) -> None:
+    monkeypatch.delenv(executor.REQUEST_TIMEOUT_VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(executor.REQUEST_TIMEOUT_VARIABLE, variable)
+    monkeypatch.setattr(
+        executor.MultiprocDiffusionExecutor, "collective_rpc", lambda _self, method, timeout, *_: (method, timeout)
+    )
+    self = running_executor()
+    assert self.collective_rpc("execute_model", timeout=600.0) == ("execute_model", expected)
+    assert self.collective_rpc("list_loras", timeout=3.0) == ("list_loras", 3.0)
 
 
 # Preflight
@@ -265,7 +280,7 @@ def test_world_size_against_visible_devices(
 
 def test_world_size_against_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omni_neuron_runtime.device_count", lambda: 4)
-    with pytest.raises(ValueError, match="world size 8 .* needs 8 devices, this machine has 4"):
+    with pytest.raises(ValueError, match=r"world size 8 .* needs 8 devices, this machine has 4"):
         preflight.check_world_size(configuration(8, tensor_parallel_size=4, cfg_parallel_size=2))
 
 

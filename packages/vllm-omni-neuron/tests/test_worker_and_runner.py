@@ -112,7 +112,7 @@ def test_a_pipeline_may_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_declared_component_that_is_missing() -> None:
     pipeline = Pipeline([])
     del pipeline.reader
-    with pytest.raises(AttributeError, match="Pipeline._encoder_modules declares 'reader'"):
+    with pytest.raises(AttributeError, match=r"Pipeline\._encoder_modules declares 'reader'"):
         model_runner.declared_components(pipeline)
 
 

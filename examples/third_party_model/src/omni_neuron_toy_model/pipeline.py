@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The toy pipeline: prompt, seed, size and steps decide the frames; one weight is split over the tensor-parallel ranks."""
+"""The toy pipeline: prompt, seed, size and steps decide the frames; one weight is split over the ranks."""
 
 from __future__ import annotations
 
@@ -41,22 +41,32 @@ def prompt_of(request: OmniDiffusionRequest) -> str:
     return prompt if isinstance(prompt, str) else prompt.get("prompt") or ""
 
 
-class ToyDenoiser(nn.Module):
-    """Pulls every pixel towards a colour that depends on the prompt; the hidden channels are split over the ranks."""
+class PromptColour(nn.Module):
+    """The prompt's colour; the hidden channels, over which it sums, are split over the tensor-parallel ranks."""
 
     def __init__(self) -> None:
         super().__init__()
-        tp, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        tp, self.rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         full = torch.linspace(-1.0, 1.0, HIDDEN * 3, dtype=torch.float32).reshape(HIDDEN, 3)
-        # Each rank keeps its rows: the hidden channels are the dimension that is summed over.
-        self.weight = nn.Parameter(full.chunk(tp)[rank].clone(), requires_grad=False)
-        self.rank = rank
+        self.weight = nn.Parameter(full.chunk(tp)[self.rank].clone(), requires_grad=False)
+
+    def forward(self, embedding: torch.Tensor) -> torch.Tensor:
+        """The colour `[3]` of an embedding `[HIDDEN]`; every rank returns the same one."""
+        mine = embedding.chunk(HIDDEN // self.weight.shape[0])[self.rank]
+        summed: torch.Tensor = get_tp_group().all_reduce(mine @ self.weight)
+        return torch.tanh(summed)
+
+
+class ToyDenoiser(nn.Module):
+    """Pulls every pixel towards the prompt's colour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.colour = PromptColour()
 
     def forward(self, latents: torch.Tensor, embedding: torch.Tensor, timestep: float) -> torch.Tensor:
         """Noise estimate `[frames, height, width, 3]` for latents of that shape and an embedding `[HIDDEN]`."""
-        mine = embedding.chunk(HIDDEN // self.weight.shape[0])[self.rank]
-        colour = get_tp_group().all_reduce(mine @ self.weight)
-        return (latents - torch.tanh(colour)) * timestep
+        return (latents - self.colour(embedding)) * timestep
 
 
 class ToyVideoPipeline(nn.Module):

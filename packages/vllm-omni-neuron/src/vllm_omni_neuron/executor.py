@@ -35,6 +35,12 @@ FAILURE_GRACE_S = (2.0, 1.0, 2.0)
 # A worker's peers often notice its death before the engine does; a failed request waits this long for the news.
 DEATH_NEWS_S = 1.0
 
+# vLLM-Omni gives a request 600 s, which a first request that compiles or a long video exceeds. Deaths and collectives
+# have deadlines of their own; this one is for a rank that computes for ever. vLLM-Omni's variable still decides if set.
+REQUEST_TIMEOUT_S = 24 * 3600.0
+REQUEST_TIMEOUT_VARIABLE = "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT"
+REQUEST_METHODS = ("execute_model", "execute_model_batch", "execute_stepwise")
+
 
 class WorkerDiedError(RuntimeError):
     """A worker process ended without being told to. The message names rank, process and signal or exit code."""
@@ -260,6 +266,8 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
         Raises:
             WorkerDiedError: a worker ended meanwhile; its peers' own errors only say that a connection broke.
         """
+        if method in REQUEST_METHODS and REQUEST_TIMEOUT_VARIABLE not in os.environ:
+            timeout = REQUEST_TIMEOUT_S
         try:
             return super().collective_rpc(method, timeout, args, kwargs, unique_reply_rank, exec_all_ranks)
         except WorkerDiedError:
@@ -285,7 +293,7 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
     def shutdown(self) -> None:
         """Stop the workers and let go of everything in shared memory, semaphores included."""
         super().shutdown()
-        self.wake_events = []
+        self.wake_events: list[Any] = []
 
     def check_health(self) -> None:
         """As vLLM-Omni's.
