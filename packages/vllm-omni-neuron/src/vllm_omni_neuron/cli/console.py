@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -30,12 +30,18 @@ STATUS_STYLE = {
 
 def out() -> Console:
     """Results. Made anew for each use, because stdout may have been replaced."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+    return _console(sys.stdout)
 
 
 def err() -> Console:
     """Progress, notes and errors."""
-    return Console(file=sys.stderr, highlight=False, soft_wrap=not sys.stderr.isatty())
+    return _console(sys.stderr)
+
+
+def _console(file: TextIO) -> Console:
+    # In a file or a pipe no line is broken and no cell of a table is cut.
+    terminal = file.isatty()
+    return Console(file=file, highlight=False, soft_wrap=not terminal, width=None if terminal else 500)
 
 
 def print_json(value: Any) -> None:
@@ -50,12 +56,11 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     raise typer.Exit(code)
 
 
-def plain_table(*columns: str, title: str | None = None) -> Table:
+def plain_table(*columns: str) -> Table:
     """A table without boxes, which reads well in a terminal and in a log."""
-    table = Table(
-        *columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    table.show_header = any(columns)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns))
+    for column in columns:
+        table.add_column(column, overflow="fold")
     return table
 
 

@@ -55,7 +55,6 @@ def _print(console: Console, report: Report) -> None:
 
 def _pairs(section: dict[str, Any]) -> Iterator[RenderableType]:
     table = plain_table("", "")
-    table.show_header = False
     for name, value in section.items():
         table.add_row(f"  {name}", _value(value))
     yield table
@@ -63,7 +62,6 @@ def _pairs(section: dict[str, Any]) -> Iterator[RenderableType]:
 
 def _packages(rows: list[dict[str, Any]]) -> Iterator[RenderableType]:
     table = plain_table("", "", "")
-    table.show_header = False
     for row in rows:
         table.add_row(f"  {row['name']}", row["version"] or "not installed", row["required"])
     yield table

@@ -46,7 +46,6 @@ def summary_from_output(output: Any) -> dict[str, Any]:
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """The summary for people."""
     table = plain_table("", "")
-    table.show_header = False
     frames, fps = summary["num_frames"], summary["fps"]
     rows = {
         "video": summary["output"],
