@@ -66,7 +66,9 @@ class Dev:
         if stamp.exists() and stamp.read_text() == _dev_inputs():
             return
         if not (DEV_ENVIRONMENT / "bin" / "python").exists():
-            session.run("uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(DEV_ENVIRONMENT), external=True)
+            session.run(
+                "uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(DEV_ENVIRONMENT), external=True
+            )
         editable = [part for package in PACKAGES for part in ("--editable", str(_package_dir(package)))]
         command = ["uv", "pip", "install", "--constraint", str(CONSTRAINTS), "--requirement", str(DEV_REQUIREMENTS)]
         session.run(*command, *editable, external=True, env={"VIRTUAL_ENV": str(DEV_ENVIRONMENT)})
@@ -132,11 +134,12 @@ def alone(session: nox.Session, package: str) -> None:
     wheel = _wheel_of(package)
     session.install("--constraint", str(CONSTRAINTS), "--find-links", str(DIST), f"{package}[test] @ {wheel.as_uri()}")
     undeclared = [other for other in PACKAGES if other not in {package, *_declared_siblings(package)}]
+    names = [_import_name(other) for other in undeclared]
     probe = (
         "import importlib, importlib.util, sys\n"
         f"module = importlib.import_module({_import_name(package)!r})\n"
         "print(module.__name__, module.__version__, module.__file__)\n"
-        f"present = [name for name in {[_import_name(other) for other in undeclared]!r} if importlib.util.find_spec(name)]\n"
+        f"present = [name for name in {names!r} if importlib.util.find_spec(name)]\n"
         "sys.exit(f'undeclared siblings are installed: {present}' if present else 0)\n"
     )
     workdir = session.create_tmp()
@@ -179,7 +182,9 @@ def wheels(session: nox.Session) -> None:
     """Build every wheel and source archive into dist/; check metadata and contents."""
     session.install("twine>=6")
     _build_wheels(session)
-    session.run("twine", "check", "--strict", *(str(path) for path in sorted(DIST.iterdir()) if path.suffix != ".gitignore"))
+    session.run(
+        "twine", "check", "--strict", *(str(path) for path in sorted(DIST.iterdir()) if path.suffix != ".gitignore")
+    )
     for package in PACKAGES:
         _check_wheel(session, package)
 
@@ -205,7 +210,9 @@ def _check_wheel(session: nox.Session, package: str) -> None:
         if name in PACKAGES and ("<" not in requirement or ">=" not in requirement):
             problems.append(f"sibling without bounds: {requirement}")
     for group, entries in _manifest(package)["project"].get("entry-points", {}).items():
-        problems += [f"entry point not in the wheel: {group}: {name}" for name in entries if f"{name} = " not in entry_points]
+        problems += [
+            f"entry point not in the wheel: {group}: {name}" for name in entries if f"{name} = " not in entry_points
+        ]
     if problems:
         session.error(f"{wheel.name}:\n  " + "\n  ".join(problems))
     session.log(f"{wheel.name}: {len(sources)} files, metadata and entry points as declared")
@@ -235,7 +242,9 @@ def _typing(development: Dev) -> None:
 @dev_session
 def docs(session: nox.Session) -> None:
     """Write the generated pages of docs/ (`--check` only compares)."""
-    Dev(session).run("python", "-m", "omni_neuron_runtime.env", "docs/environment.md", *session.posargs)
+    development = Dev(session)
+    development.run("python", "-m", "omni_neuron_runtime.env", "docs/environment.md", *session.posargs)
+    development.run("python", "-m", "vllm_omni_neuron.stage_config", "docs/stage-configuration.md", *session.posargs)
 
 
 @nox.session(default=False)

@@ -122,6 +122,8 @@ def test_boundary_decides_which_experts_are_needed(checkpoint: WanCheckpoint) ->
         ({"parallel_config": {"tensor_parallel_size": 3}}, r"tensor_parallel_size = 3: .*4 attention heads.*1, 2, 4$"),
         ({"parallel_config": {"ring_degree": 2}}, "ring_degree = 2"),
         ({"parallel_config": {"cfg_parallel_size": 2}}, "cfg_parallel_size = 2"),
+        ({"model_config": {"quantization": "fp8_row_mx"}}, "quantization = 'fp8_row_mx'"),
+        ({"model_config": {"tp_sequence_parallel": True}}, "tp_sequence_parallel = True"),
         ({"enable_cpu_offload": True}, "enable_cpu_offload = True"),
         ({"cache_backend": "cache_dit"}, "cache_backend = 'cache_dit'"),
     ],

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +26,7 @@ from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from omni_neuron_parallel import check_rank_agreement, get_topology
-from omni_neuron_runtime import env
+from omni_neuron_runtime import env, is_cpu_mode
 from omni_neuron_wan22.checkpoint import Expert, WanCheckpoint, load_text_encoder, load_transformer, load_vae
 from omni_neuron_wan22.config import WanConfigError
 from omni_neuron_wan22.prompt import tokenize_prompt
@@ -71,8 +73,10 @@ def check_engine_config(od_config: OmniDiffusionConfig) -> WanCheckpoint:
             raise WanConfigError(
                 f"{name} = {value}: this version of omni-neuron-wan22 runs tensor parallelism only; use 1"
             )
+    # A stage YAML's own keys travel in model_config.
+    of_stage = ("tp_sequence_parallel", "quantization", "comfyui_fp8_model_path", "modules_to_not_convert")
     switches = {
-        "tp_sequence_parallel": (od_config.model_config or {}).get("tp_sequence_parallel"),
+        **{name: (od_config.model_config or {}).get(name) for name in of_stage},
         "enable_cpu_offload": od_config.enable_cpu_offload,
         "enable_layerwise_offload": od_config.enable_layerwise_offload,
         "vae_use_tiling": od_config.vae_use_tiling,
@@ -320,7 +324,8 @@ class NeuronWanPipeline(
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents `[1, C, T, h, w]` float32 to frames `[1, 3, 4 T − 3, 8 h, 8 w]` within ±1. Output rank only."""
-        return self.vae.decode(self.vae.denormalize(latents))
+        with _all_cores():
+            return self.vae.decode(self.vae.denormalize(latents))
 
     def _expert(self, timestep: float, boundary: float, request: GenerationRequest) -> tuple[Expert, float]:
         """The expert of a timestep and its guidance; at the boundary itself it is still the high-noise one."""
@@ -385,6 +390,18 @@ class NeuronWanPipeline(
             "layout": {"tp": topology.tp, "cp": topology.cp, "cfg": topology.cfg},
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
         }
+
+
+@contextlib.contextmanager
+def _all_cores() -> Iterator[None]:
+    """In CPU mode, let this rank use the cores of the ranks that wait for it."""
+    before = torch.get_num_threads()
+    if is_cpu_mode():
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _StageClock:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from torch import nn
 
 from omni_neuron_runtime.weights.files import CheckpointError, TensorEntry
 from omni_neuron_runtime.weights.loaders import SafetensorsWeightLoader, get_weight_loader
-
-logger = logging.getLogger(__name__)
 
 _NAMES_IN_A_MESSAGE = 20
 
@@ -80,8 +77,6 @@ def plan_load(
         raise CheckpointError(_missing_message(checkpoint, missing, entries))
     used = {key for keys in wanted.values() for key in keys}
     unexpected = sorted(key for key in entries if key not in used)
-    if unexpected:
-        logger.warning("%s: %d tensor(s) are used by no parameter: %s", checkpoint, len(unexpected), _some(unexpected))
     return LoadPlan(tuple(reads), [key for keys in missing.values() for key in keys], unexpected)
 
 

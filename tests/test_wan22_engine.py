@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan2.2 through the real vLLM-Omni engine in CPU mode: 1, 2 and 4 workers, and the online server."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from omni_neuron_wan22 import NeuronFlowUniPCMultistepScheduler, make_tiny_checkpoint
+
+pytestmark = pytest.mark.engine
+RUN = Path(__file__).with_name("wan22_engine_run.py")
+REQUEST = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 8}
+SERVER_START_TIMEOUT_S = 300
+
+
+def environment(**variables: str) -> dict[str, str]:
+    clean = {
+        name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "NEURON_VISIBLE_DEVICES")
+    }
+    return {**clean, "VLLM_NEURON_CPU_MODE": "1", "HF_HUB_OFFLINE": "1", **variables}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("wan") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict[str, Any], Path]]:
+    """One engine a TP size, one after the other; every rank compares its latents with the others' after each step."""
+    found = {}
+    for size in (1, 2, 4):
+        folder = tmp_path_factory.mktemp(f"tp{size}")
+        log = folder / "log.txt"
+        with log.open("w") as stream:
+            result = subprocess.run(
+                [sys.executable, str(RUN), str(model), str(folder), str(size)],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment(OMNI_NEURON_CHECK_RANK_AGREEMENT="1"),
+                timeout=540,
+            )
+        assert result.returncode == 0, log.read_text()[-8000:]
+        found[size] = (json.loads((folder / "report.json").read_text()), folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def diffusers_frames(model: Path) -> np.ndarray:
+    from diffusers import WanPipeline
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        pipeline = WanPipeline.from_pretrained(model)
+    pipeline.scheduler = NeuronFlowUniPCMultistepScheduler(shift=5.0)
+    pipeline.set_progress_bar_config(disable=True)
+    prompts = ("A red circle moving right.", "blurry")
+    return pipeline(*prompts, **REQUEST, guidance_scale=4.0, generator=torch.Generator().manual_seed(11)).frames
+
+
+def test_frames_are_those_of_diffusers_at_every_size(runs: dict, diffusers_frames: np.ndarray) -> None:
+    for size, (report, folder) in runs.items():
+        frames = np.load(folder / "frames.npy")
+        assert frames.shape == diffusers_frames.shape == (1, 9, 64, 96, 3)
+        assert np.linalg.norm(frames - diffusers_frames) <= 1e-3 * np.linalg.norm(diffusers_frames), f"TP {size}"
+        assert report["workers"] == (size if size > 1 else 0)
+
+
+def test_same_seed_same_bits(runs: dict) -> None:
+    for report, _ in runs.values():
+        assert report["same_seed_is_bit_equal"]
+        assert report["other_seed_differs"]
+        assert report["generator_continues"]
+
+
+def test_reports(runs: dict) -> None:
+    for size, (report, _) in runs.items():
+        generation = report["generation"]
+        assert generation["steps_per_expert"] == {"transformer": 4, "transformer_2": 4}
+        assert generation["guidance_per_expert"] == {"transformer": 4.0, "transformer_2": 4.0}
+        assert generation["layout"] == {"tp": size, "cp": 1, "cfg": 1}
+        assert (generation["seed"], generation["model"], generation["dtype"]) == (11, "tiny", "float32")
+        assert set(generation["seconds"]) == {"text", "denoise", "vae"}
+        assert report["euler"]["generation"]["sample_solver"] == "euler"
+        assert report["euler"]["generation"]["flow_shift"] == 12.0
+        assert report["rounded"] == [1, 5, 64, 96, 3]
+        assert report["latents"] == [[1, 16, 3, 8, 12], "torch.float32"]
+
+
+def test_a_bad_request_says_what_is_valid(runs: dict) -> None:
+    assert "sample_solver = 'ddim': valid values are unipc, euler" in runs[1][0]["bad_request"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_killed_worker_is_named_and_leaves_nothing(runs: dict, size: int) -> None:
+    kill = runs[size][0]["kill"]
+    assert "rank 1" in kill["error"]
+    assert "SIGKILL" in kill["error"]
+    assert kill["seconds"] < 15
+    assert kill["alive"] == []
+    assert kill["shared_memory"] == []
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--omni", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment())
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + SERVER_START_TIMEOUT_S
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                    break
+            assert process.poll() is None, log.read_text()[-8000:]
+            assert time.monotonic() < deadline, f"no /health in {SERVER_START_TIMEOUT_S} s:\n{log.read_text()[-8000:]}"
+            time.sleep(0.5)
+        yield url
+        assert "omni_neuron_wan22.pipeline.NeuronWanPipeline" in log.read_text()
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def test_online_video_equals_the_offline_one(server: str, runs: dict) -> None:
+    form = {"prompt": "A red circle moving right.", "negative_prompt": "blurry", "seed": "11", "guidance_scale": "4.0"}
+    form |= {name: str(value) for name, value in REQUEST.items()}
+    # multipart/form-data, as the endpoint expects it: fields without a file name
+    response = httpx.post(f"{server}/v1/videos/sync", files={k: (None, v) for k, v in form.items()}, timeout=300)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("video/mp4")
+    offline = (runs[1][1] / "video.mp4").read_bytes()
+    assert response.content == offline
+
+
+def test_online_errors_say_what_is_valid(server: str) -> None:
+    form = {"prompt": "a cat", "num_frames": "-3", "height": "64", "width": "96"}
+    response = httpx.post(f"{server}/v1/videos/sync", files={k: (None, v) for k, v in form.items()}, timeout=120)
+    assert response.status_code in (400, 422)
+    assert "num_frames" in response.text

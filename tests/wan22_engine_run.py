@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_wan22_engine.py in a process of its own: one engine, several generations, a report and the frames.
+
+usage: wan22_engine_run.py MODEL OUTPUT_FOLDER TENSOR_PARALLEL_SIZE
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm_omni.entrypoints.omni import Omni
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+from vllm_omni_neuron.video import encode_mp4, fps_from_output, frames_from_output
+
+PROMPT = {"prompt": "A red circle moving right.", "negative_prompt": "blurry"}
+
+
+def parameters(**changes: Any) -> OmniDiffusionSamplingParams:
+    settings: dict[str, Any] = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 8, "seed": 11}
+    return OmniDiffusionSamplingParams(**{**settings, "guidance_scale": 4.0, **changes})
+
+
+def main() -> None:
+    model, folder, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    omni = Omni(model=model, tensor_parallel_size=size, dtype="float32")
+
+    def generate(**changes: Any) -> Any:
+        [output] = omni.generate(PROMPT, parameters(**changes), use_tqdm=False)
+        return output
+
+    first = generate()
+    frames = np.asarray(first.images[0])
+    np.save(folder / "frames.npy", frames)
+    (folder / "video.mp4").write_bytes(encode_mp4(frames_from_output(first), fps_from_output(first, None)))
+    report: dict[str, Any] = {
+        "generation": first.multimodal_output["metadata"]["generation"],
+        "workers": len(multiprocessing.active_children()),
+        "same_seed_is_bit_equal": np.array_equal(frames, np.asarray(generate().images[0])),
+        "other_seed_differs": not np.array_equal(frames, np.asarray(generate(seed=12).images[0])),
+        # The state of the caller's generator travels to the workers; a copy of its seed would give other noise.
+        "generator_continues": _generator_continues(generate),
+        "rounded": list(np.asarray(generate(height=70, width=100, num_frames=6).images[0]).shape),
+        "euler": generate(extra_args={"sample_solver": "euler", "flow_shift": 12.0}).multimodal_output["metadata"],
+    }
+    latents = generate(output_type="latent").images[0]
+    report["latents"] = [list(latents.shape), str(latents.dtype)]
+    if size > 1:
+        report["kill"] = _kill_rank_1(generate)
+    else:
+        report["bad_request"] = _error_of(lambda: generate(extra_args={"sample_solver": "ddim"}))
+    omni.close()
+    (folder / "report.json").write_text(json.dumps(report))
+
+
+def _generator_continues(generate: Any) -> bool:
+    fresh, used = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    torch.randn(7, generator=used)
+    noise = torch.randn(1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(5))
+    by_latents = np.asarray(generate(latents=noise).images[0])
+    by_fresh, by_used = (np.asarray(generate(generator=g).images[0]) for g in (fresh, used))
+    return np.array_equal(by_latents, by_fresh) and not np.array_equal(by_fresh, by_used)
+
+
+def _error_of(function: Any) -> str:
+    try:
+        function()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def _kill_rank_1(generate: Any) -> dict[str, Any]:
+    workers = {process.name: process.pid for process in multiprocessing.active_children()}
+    killed_at = []
+
+    def kill() -> None:
+        time.sleep(2)
+        killed_at.append(time.monotonic())
+        os.kill(workers["DiffusionWorker-1"], signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    error = _error_of(lambda: generate(num_inference_steps=5000))
+    seconds = time.monotonic() - killed_at[0]
+    alive = [name for name, pid in workers.items() if Path(f"/proc/{pid}").exists()]
+    left = [path.name for path in Path("/dev/shm").glob(f"omnx{os.getpid():x}*")]
+    return {"error": error, "seconds": seconds, "alive": alive, "shared_memory": left}
+
+
+if __name__ == "__main__":
+    main()
