@@ -101,9 +101,10 @@ def leftovers():
 
 def main():
     report = {}
-    os.environ["NEURON_VISIBLE_DEVICES"] = "0-2"
+    report["visible"] = os.environ["NEURON_VISIBLE_DEVICES"]
+    os.environ["NEURON_VISIBLE_DEVICES"] = "5"
     report["layout"] = {**error_of(engine), **leftovers()}
-    del os.environ["NEURON_VISIBLE_DEVICES"]
+    os.environ["NEURON_VISIBLE_DEVICES"] = report["visible"]
     os.environ["UNLUCKY"] = "raise"
     report["raise"] = {**error_of(engine), **leftovers()}
     os.environ["UNLUCKY"] = "hang"
@@ -150,8 +151,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "model").mkdir()
     (folder / "model" / "model_index.json").write_text(json.dumps({"_class_name": "UnluckyPipeline"}))
     environment = {**os.environ, "VLLM_NEURON_CPU_MODE": "1", "PYTHONPATH": str(folder)}
-    for name in ("OMP_NUM_THREADS", "NEURON_VISIBLE_DEVICES", "VLLM_PLUGINS"):
+    for name in ("OMP_NUM_THREADS", "VLLM_PLUGINS"):
         environment.pop(name, None)
+    environment["NEURON_VISIBLE_DEVICES"] = "6-7"
     command = [
         sys.executable,
         str(folder / "cases.py"),
@@ -172,8 +174,14 @@ def nothing_is_left(case: dict[str, Any]) -> bool:
 
 def test_a_layout_that_does_not_match_starts_no_process(report: dict[str, Any]) -> None:
     case = report["layout"]
-    assert "world size 2 (tensor_parallel_size 2) does not match the 3 visible device(s) 0,1,2" in case["error"]
+    assert "requires 2 device(s) based on parallel_config, but 1 device(s) are available: ['5']" in case["error"]
     assert nothing_is_left(case)
+
+
+def test_ranges_of_devices_work(report: dict[str, Any]) -> None:
+    """vLLM-Omni splits the variable at commas; the engine of the last case ran on `6-7`."""
+    assert report["visible"] == "6,7"
+    assert report["running"]["workers"]
 
 
 def test_an_error_while_loading_reaches_the_caller(report: dict[str, Any]) -> None:

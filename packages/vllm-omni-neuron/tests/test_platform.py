@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from vllm.platforms import current_platform
@@ -63,6 +65,12 @@ def test_device_count_follows_the_visible_devices_and_is_never_zero(monkeypatch:
     monkeypatch.delenv("VLLM_NEURON_CPU_MODE")
     monkeypatch.setattr(runtime, "device_count", lambda: 0)
     assert NeuronOmniPlatform.get_device_count() == 1
+
+
+def test_ranges_of_devices_are_written_out_for_vllm_omni(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "0-3,7")
+    NeuronOmniPlatform()
+    assert os.environ["NEURON_VISIBLE_DEVICES"] == "0,1,2,3,7"
 
 
 @pytest.mark.usefixtures("on_device")

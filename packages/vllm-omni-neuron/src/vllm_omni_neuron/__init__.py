@@ -135,8 +135,10 @@ def register_neuron_pipelines() -> None:
     if not runtime.is_active():
         return
     from vllm_omni_neuron.compat import apply_engine_patches, share_vllm_log_handlers
+    from vllm_omni_neuron.platforms.vllm_platform import list_visible_devices
     from vllm_omni_neuron.registry import register_models
 
+    list_visible_devices()
     share_vllm_log_handlers()
     apply_engine_patches()
     register_models()

@@ -18,6 +18,13 @@ from vllm.platforms.interface import Platform, PlatformEnum
 import omni_neuron_runtime as runtime
 
 
+def list_visible_devices() -> None:
+    """Write the ranges in NEURON_VISIBLE_DEVICES out, `0-3,7` as `0,1,2,3,7`: vLLM-Omni splits it at commas."""
+    if runtime.env.is_set("NEURON_VISIBLE_DEVICES"):
+        cores = runtime.env.get("NEURON_VISIBLE_DEVICES")
+        os.environ["NEURON_VISIBLE_DEVICES"] = ",".join(str(core) for core in cores)
+
+
 class NeuronPlatform(Platform):
     """NeuronCores, or this machine's CPU in CPU mode, as vLLM sees them.
 
@@ -34,6 +41,7 @@ class NeuronPlatform(Platform):
     dist_backend: str = "gloo"
 
     def __init__(self) -> None:
+        list_visible_devices()
         self.dist_backend = runtime.get_dist_backend()
         if runtime.is_cpu_mode():
             self.device_name = "cpu"
