@@ -243,7 +243,10 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
         deaths = []
         for rank in ranks:
             process = self._processes[rank]
-            process.join(DEATH_NEWS_S)  # the exit code follows the sentinel by an instant
+            deadline = time.monotonic() + DEATH_NEWS_S
+            # The exit code follows the sentinel by an instant, or by two where another thread asks for it as well.
+            while process.exitcode is None and time.monotonic() < deadline:
+                time.sleep(0.01)
             deaths.append(f"diffusion worker rank {rank} (pid {process.pid}) {describe_exit(process.exitcode)}")
         return f"{'; '.join(deaths)}; world size {self.od_config.num_gpus}. The engine has stopped, start a new one"
 
@@ -279,15 +282,14 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
             raise WorkerDiedError(reason) from error
 
     def _death_news(self) -> str | None:
-        """Why the executor failed, if it has or does within `DEATH_NEWS_S`."""
-        deadline = time.monotonic() + DEATH_NEWS_S
+        """Why the executor failed, if a worker has ended or ends within `DEATH_NEWS_S`."""
         sentinels = [process.sentinel for process in self._processes]
         if self.failure_reason is None and sentinels and not self._closed:
-            multiprocessing.connection.wait(sentinels, timeout=DEATH_NEWS_S)
-        while self.failure_reason is None and time.monotonic() < deadline:
-            if all(process.is_alive() for process in self._processes):
-                break
-            time.sleep(0.02)
+            ended = multiprocessing.connection.wait(sentinels, timeout=DEATH_NEWS_S)
+            # The monitor knows it too and is about to say why: it first waits for the exit code.
+            deadline = time.monotonic() + 2 * DEATH_NEWS_S
+            while ended and self.failure_reason is None and time.monotonic() < deadline:
+                time.sleep(0.01)
         return self.failure_reason
 
     def shutdown(self) -> None:
