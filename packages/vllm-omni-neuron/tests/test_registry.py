@@ -122,6 +122,10 @@ def test_vllm_plugins_that_drops_a_model_says_so(
             "'preprocess_func_name'; did you mean 'pre_process_func_name'",
         ),
         (source_of({**ENTRY, "class_name": 3}), "key 'class_name' is 3"),
+        (
+            source_of({**ENTRY, "final_output_type": "movie"}),
+            "final_output_type is 'movie'; it must be one of image, vid",
+        ),
     ],
 )
 def test_malformed_entries(
@@ -134,6 +138,18 @@ def test_malformed_entries(
     assert "acme-toy 1.2" in model.reason
     assert "acme_toy" in model.reason
     assert model.reason in caplog.text
+
+
+def test_the_output_type_reaches_vllm_omnis_endpoints(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_omni.diffusion import model_metadata
+
+    monkeypatch.setattr(model_metadata, "_DIFFUSION_MODEL_METADATA", dict(model_metadata._DIFFUSION_MODEL_METADATA))
+    install("acme-toy", "acme_toy", source_of({**ENTRY, "final_output_type": "video"}))
+    registry.declare_output_types()
+    assert model_metadata.get_diffusion_model_metadata("ToyOnePipeline").final_output_type == "video"
+    assert model_metadata.get_diffusion_model_metadata("WanPipeline").final_output_type == "video"
 
 
 def test_registration_twice_and_over_a_built_in(install: Callable[..., None]) -> None:

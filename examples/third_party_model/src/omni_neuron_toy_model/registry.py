@@ -7,6 +7,8 @@ PIPELINE_REGISTRY = [
         "model_arch": "ToyVideoPipeline",
         "class_name": "ToyVideoPipeline",
         "module_name": "omni_neuron_toy_model.pipeline",
+        # Opens vLLM-Omni's video endpoints to the model.
+        "final_output_type": "video",
         "pre_process_func_name": "get_toy_pre_process_func",
     }
 ]

@@ -29,6 +29,8 @@ Relied on, not replaced:
 
 - `vllm_omni.diffusion.registry._DIFFUSION_{PRE,POST}_PROCESS_FUNCS` (`forget_process_funcs`): registering over a
   built-in architecture keeps the built-in's hooks unless new ones are named. Goes when None can mean none.
+- `vllm_omni.diffusion.model_metadata._DIFFUSION_MODEL_METADATA` (`set_final_output_type`): the video endpoints refuse
+  an architecture that this table does not call a video model. Goes when `register_diffusion_model` takes the metadata.
 - `DiffusionModelRunner`: `load_model`, `_initialize_generator`, `device`, `pipeline`, `od_config`.
 - `DiffusionWorker`: `init_device`, `load_model`, `init_lora_manager`, `add_lora`, `shutdown`, `sleep`, `wake_up`,
   `handle_sleep_task`, `handle_wake_task`; `WorkerProc`: `worker_main`, `_async_output_queue`, `_enqueue_result`,
@@ -41,6 +43,7 @@ Relied on, not replaced:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import secrets
@@ -180,3 +183,13 @@ def forget_process_funcs(model_arch: str) -> None:
 
     registry._DIFFUSION_PRE_PROCESS_FUNCS.pop(model_arch, None)
     registry._DIFFUSION_POST_PROCESS_FUNCS.pop(model_arch, None)
+
+
+def set_final_output_type(model_arch: str, final_output_type: str) -> None:
+    """Tell vLLM-Omni's endpoints what `model_arch` makes; what else they know of it stays."""
+    from vllm_omni.diffusion import model_metadata
+
+    # Not its getter: that imports vLLM-Omni's registry, which may be what is asking for the platform just now.
+    table = model_metadata._DIFFUSION_MODEL_METADATA
+    known = table.get(model_arch, model_metadata.DiffusionModelMetadata())
+    table[model_arch] = dataclasses.replace(known, final_output_type=final_output_type)

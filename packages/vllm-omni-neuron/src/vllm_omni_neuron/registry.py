@@ -23,7 +23,9 @@ import omni_neuron_runtime as runtime
 
 GROUP = "vllm_omni_neuron.models"
 REQUIRED_KEYS = ("model_arch", "class_name")
-OPTIONAL_KEYS = ("module_name", "pre_process_func_name", "post_process_func_name", "ir_op_priority_func_name")
+HOOK_KEYS = ("pre_process_func_name", "post_process_func_name", "ir_op_priority_func_name")
+OPTIONAL_KEYS = ("module_name", *HOOK_KEYS, "final_output_type")
+OUTPUT_TYPES = ("image", "video", "audio")
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class RegisteredModel:
         status: "registered", "shadowed" (another distribution's goes first), "failed" or "filtered" (by VLLM_PLUGINS).
         reason: why it is not registered; else "".
         hooks: the remaining keywords of vLLM-Omni's `register_diffusion_model`.
+        final_output_type: what the model makes, "video" for vLLM-Omni's video endpoints; "" leaves it to vLLM-Omni.
     """
 
     architecture: str
@@ -59,6 +62,7 @@ class RegisteredModel:
     status: Status = "registered"
     reason: str = ""
     hooks: tuple[tuple[str, str], ...] = ()
+    final_output_type: str = ""
 
 
 def discover_models() -> list[RegisteredModel]:
@@ -106,6 +110,15 @@ def register_models() -> list[RegisteredModel]:
     return models
 
 
+def declare_output_types() -> None:
+    """Tell vLLM-Omni what the models make; it asks for that before it loads plugins and `register_models` runs."""
+    from vllm_omni_neuron.compat import set_final_output_type
+
+    for model in discover_models():
+        if model.status == "registered" and model.final_output_type:
+            set_final_output_type(model.architecture, model.final_output_type)
+
+
 def _claims_of(provider: runtime.Provider) -> Iterator[RegisteredModel]:
     """What `provider` offers; one entry with a reason where that cannot be read."""
     whole = functools.partial(RegisteredModel, "", "", "", provider.name, provider.distribution, provider.version)
@@ -151,6 +164,10 @@ def _read_entry(provider: runtime.Provider, registry: Any, index: int, entry: An
             if value is None and key in OPTIONAL_KEYS:
                 continue
             raise MalformedEntryError(f"{where}: key {key!r} is {value!r}; it must be a non-empty string")
+    if entry.get("final_output_type") not in (None, *OUTPUT_TYPES):
+        raise MalformedEntryError(
+            f"{where}: final_output_type is {entry['final_output_type']!r}; it must be one of {', '.join(OUTPUT_TYPES)}"
+        )
     return RegisteredModel(
         architecture=entry["model_arch"],
         class_name=entry["class_name"],
@@ -158,7 +175,8 @@ def _read_entry(provider: runtime.Provider, registry: Any, index: int, entry: An
         entry_point=provider.name,
         distribution=provider.distribution,
         version=provider.version,
-        hooks=tuple((key, entry[key]) for key in OPTIONAL_KEYS[1:] if entry.get(key)),
+        hooks=tuple((key, entry[key]) for key in HOOK_KEYS if entry.get(key)),
+        final_output_type=entry.get("final_output_type") or "",
     )
 
 

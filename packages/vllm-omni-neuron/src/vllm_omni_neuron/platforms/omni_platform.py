@@ -9,6 +9,7 @@ from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 import omni_neuron_runtime as runtime
 from vllm_omni_neuron.platforms.vllm_platform import NeuronPlatform
+from vllm_omni_neuron.registry import declare_output_types
 
 # What `--diffusion-attention-backend` may name here; all of them are torch's scaled_dot_product_attention.
 ATTENTION_BACKENDS = ("TORCH_SDPA",)
@@ -18,6 +19,11 @@ class NeuronOmniPlatform(NeuronPlatform, OmniPlatform):
     """NeuronCores, or this machine's CPU in CPU mode, as vLLM-Omni's diffusion engine sees them."""
 
     _omni_enum = OmniPlatformEnum.OOT
+
+    def __init__(self) -> None:
+        super().__init__()
+        # vLLM-Omni asks for a model's output type after it resolves its platform and before it loads plugins.
+        declare_output_types()
 
     @classmethod
     def get_diffusion_worker_cls(cls) -> str:
