@@ -140,10 +140,13 @@ def test_an_inactive_plugin_is_said_before_the_engine(
     assert fake_engine.request is None
 
 
-def test_a_hub_name_is_left_to_vllm_omni(arguments: list[str], fake_engine: Engine) -> None:
-    run([*arguments, "--model", "Wan-AI/Wan2.2-T2V-A14B-Diffusers"], code=0)
-    assert fake_engine.request is not None
-    assert fake_engine.request.model == "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
+def test_a_hub_name_is_refused_with_the_command_that_makes_a_folder(
+    arguments: list[str], fake_engine: Engine
+) -> None:
+    name = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
+    _, stderr = run([*arguments, "--model", name], code=2)
+    assert f"hf download {name} --local-dir Wan2.2-T2V-A14B-Diffusers" in stderr
+    assert fake_engine.request is None
 
 
 def test_every_option_reaches_the_engine(arguments: list[str], fake_engine: Engine) -> None:
@@ -167,7 +170,7 @@ def test_every_option_reaches_the_engine(arguments: list[str], fake_engine: Engi
     run([*arguments, *flags], code=0)
     request = dataclasses.asdict(fake_engine.request)
     assert {name: request[name] for name in options} == options
-    assert not request["seed_is_chosen"]
+    assert not request["seed_is_random"]
 
 
 def test_the_file_holds_what_the_summary_says(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> None:
@@ -203,10 +206,10 @@ def test_what_a_pipeline_does_not_report_is_a_dash(arguments: list[str], fake_en
     assert rows["seconds"] == "text –, denoise –, vae –, start 10.0, total 36.0"
 
 
-def test_a_seed_is_chosen_and_reported(arguments: list[str], fake_engine: Engine) -> None:
+def test_a_seed_is_random_and_reported(arguments: list[str], fake_engine: Engine) -> None:
     summary = json.loads(run([*arguments, "--json"], code=0)[0])
     assert fake_engine.request is not None
-    assert fake_engine.request.seed_is_chosen
+    assert fake_engine.request.seed_is_random
     assert summary["seed"] == fake_engine.request.seed
 
 
@@ -228,16 +231,39 @@ def test_fps_is_that_of_the_file(arguments: list[str], fake_engine: Engine, tmp_
 
 
 def test_a_failure_is_one_message_without_a_traceback(arguments: list[str], fake_engine: Engine) -> None:
-    try:
-        raise RuntimeError("stage 0 failed") from ValueError("tensor_parallel_size 3 does not divide 40 heads")
-    except RuntimeError as error:
-        fake_engine.answer = error
+    fake_engine.answer = ValueError("tensor_parallel_size 3 does not divide 40 heads")
     _, stderr = run(arguments, code=1)
     assert "error: tensor_parallel_size 3 does not divide 40 heads" in stderr
     assert "Traceback" not in stderr
     [log] = re.findall(r"the engine's output is in (\S+)", stderr)
     assert "something of the engine on stdout" in Path(log).read_text()
     Path(log).unlink()
+
+
+def caused(error: Exception, cause: Exception | None) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+WORKER_DIED = "diffusion worker rank 1 (pid 7) was killed by SIGKILL (exit code -9) while loading the model"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        caused(RuntimeError(WORKER_DIED), EOFError()),
+        caused(
+            RuntimeError(f"Orchestrator initialization failed: {WORKER_DIED}"),
+            caused(RuntimeError(WORKER_DIED), EOFError()),
+        ),
+        RuntimeError(f"Orchestrator initialization failed: {WORKER_DIED}"),
+    ],
+)
+def test_the_message_is_neither_the_wrappers_nor_the_innermost(
+    arguments: list[str], fake_engine: Engine, error: Exception
+) -> None:
+    fake_engine.answer = error
+    assert f"error: {WORKER_DIED}" in run([*arguments, "--verbose"], code=1)[1]
 
 
 def test_debug_shows_the_traceback(arguments: list[str], fake_engine: Engine) -> None:
@@ -291,7 +317,7 @@ def test_configuration_files_exclude_each_other(arguments: list[str], fake_engin
 
 def test_defaults_of_the_configuration_yield_to_the_request() -> None:
     defaults = SimpleNamespace(num_frames=33, height=480, seed=5, guidance_scale=4.0, extra_args={"flow_shift": 5.0})
-    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_chosen=True, height=64, flow_shift=12.0)
+    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_random=True, height=64, flow_shift=12.0)
     sampling = engine.apply_request(defaults, request)
     assert (sampling.num_frames, sampling.height, sampling.seed, sampling.guidance_scale) == (33, 64, 5, 4.0)
     assert sampling.extra_args == {"flow_shift": 12.0}
@@ -300,13 +326,15 @@ def test_defaults_of_the_configuration_yield_to_the_request() -> None:
 
 def test_a_given_seed_wins_over_the_configuration() -> None:
     defaults = SimpleNamespace(num_frames=33, seed=5, extra_args={})
-    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_chosen=False)
+    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_random=False)
     assert engine.apply_request(defaults, request).seed == 9
 
 
-def test_no_frame_count_is_81_and_never_the_one_of_images() -> None:
-    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_chosen=True)
-    assert engine.apply_request(SimpleNamespace(num_frames=1, seed=None, extra_args={}), request).num_frames == 81
+@pytest.mark.parametrize(("num_frames", "extra_args"), [(None, {}), (1, {"num_frames": 1}), (5, {"num_frames": 5})])
+def test_one_frame_can_be_told_from_no_frame_count(num_frames: int | None, extra_args: dict[str, int]) -> None:
+    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_random=True, num_frames=num_frames)
+    sampling = engine.apply_request(SimpleNamespace(num_frames=1, seed=None, extra_args={}), request)
+    assert (sampling.num_frames, sampling.extra_args) == (num_frames or 1, extra_args)
 
 
 def test_the_request_sets_fields_that_vllm_omni_has() -> None:
@@ -314,7 +342,7 @@ def test_the_request_sets_fields_that_vllm_omni_has() -> None:
 
     known = {field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)}
     request = GenerationRequest(
-        model="m", prompt="p", seed=1, seed_is_chosen=False, height=1, width=1, num_frames=5, num_inference_steps=1,
+        model="m", prompt="p", seed=1, seed_is_random=False, height=1, width=1, num_frames=5, num_inference_steps=1,
         guidance_scale=1.0, guidance_scale_2=1.0, fps=8.0, flow_shift=1.0, boundary_ratio=0.5, sample_solver="unipc",
     )  # fmt: skip
     assert set(vars(engine.apply_request(OmniDiffusionSamplingParams(), request))) <= known

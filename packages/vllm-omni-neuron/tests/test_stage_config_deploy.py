@@ -116,6 +116,13 @@ def test_request_defaults_arrive_in_the_engine(tmp_path: Path) -> None:
     assert {name: getattr(sampling, name) for name in given} == given
 
 
+def test_one_frame_is_said_where_the_model_can_tell_it_from_not_given() -> None:
+    engine_args = {"model_class_name": "WanPipeline"}
+    stage = {"engine_args": engine_args, "default_sampling_params": {"num_frames": 1, "extra_args": {"flow_shift": 3}}}
+    [entry] = to_deploy_config({"stage_args": [stage]})["stages"]
+    assert entry["default_sampling_params"] == {"num_frames": 1, "extra_args": {"num_frames": 1, "flow_shift": 3}}
+
+
 def test_the_topology_serves_any_architecture(tmp_path: Path) -> None:
     stage_config = {"stage_args": [{"engine_args": {"model_class_name": "SomebodysVideoPipeline"}}]}
     stage, config = resolve(tmp_path, stage_config, "SomebodysVideoPipeline")

@@ -269,7 +269,7 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
         Raises:
             WorkerDiedError: a worker ended meanwhile; its peers' own errors only say that a connection broke.
         """
-        if method in REQUEST_METHODS and REQUEST_TIMEOUT_VARIABLE not in os.environ:
+        if method in REQUEST_METHODS and not runtime.env.is_set(REQUEST_TIMEOUT_VARIABLE):
             timeout = REQUEST_TIMEOUT_S
         try:
             return super().collective_rpc(method, timeout, args, kwargs, unique_reply_rank, exec_all_ranks)

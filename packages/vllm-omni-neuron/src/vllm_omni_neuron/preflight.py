@@ -91,7 +91,7 @@ def worker_environment(world: int) -> Iterator[None]:
 
     Set in the environment and not by the worker: torch sizes its pool when it is imported.
     """
-    if "OMP_NUM_THREADS" in os.environ:
+    if runtime.env.is_set("OMP_NUM_THREADS"):
         yield
         return
     os.environ["OMP_NUM_THREADS"] = str(threads_per_worker(world))

@@ -143,10 +143,26 @@ _ROWS = (
     EnvVar(
         "OMNI_NEURON_STARTUP_TIMEOUT_S",
         "int",
-        600,
+        540,
         "Seconds that all worker processes of an engine together may take to become ready: import, device, groups and "
-        "weights. Past it the engine stops with an error that names each late rank and what it was doing.",
+        "weights. Past it the engine stops with an error that names each late rank and what it was doing. vLLM-Omni's "
+        "own limit for the whole start, `init_timeout` (600 s), began earlier and names nobody: raise it as well where "
+        "this one is raised.",
         minimum=1,
+    ),
+    EnvVar(
+        "OMP_NUM_THREADS",
+        "str",
+        None,
+        "Threads of torch in every process (OpenMP's own variable). Unset: each worker process gets the cores divided "
+        "by the number of workers.",
+    ),
+    EnvVar(
+        "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT",
+        "str",
+        None,
+        "Seconds that a request may take (vLLM-Omni's own variable, which it reads as a number). Unset: 86400 here, "
+        "where vLLM-Omni alone would take 600.",
     ),
     EnvVar(
         "VLLM_PLUGINS",

@@ -247,7 +247,12 @@ def check_shared_memory(report: Report) -> dict[str, Any]:
 
 
 def _cpu_mode() -> bool:
-    return os.environ.get("VLLM_NEURON_CPU_MODE") == "1"
+    try:
+        from omni_neuron_runtime import is_cpu_mode
+
+        return is_cpu_mode()
+    except (ImportError, ValueError):  # broken or set to nonsense: reported elsewhere, and no reason to be lenient
+        return False
 
 
 def check_environment(report: Report) -> list[dict[str, Any]]:

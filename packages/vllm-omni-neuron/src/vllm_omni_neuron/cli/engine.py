@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# OmniDiffusionSamplingParams cannot say "not given": its default of one frame is meant for images.
-UNSET_NUM_FRAMES = 1
-DEFAULT_NUM_FRAMES = 81
-
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -23,7 +19,7 @@ class GenerationRequest:
     model: str
     prompt: str
     seed: int
-    seed_is_chosen: bool
+    seed_is_random: bool
     negative_prompt: str | None = None
     height: int | None = None
     width: int | None = None
@@ -112,11 +108,10 @@ def apply_request(defaults: Any, request: GenerationRequest) -> Any:
         sampling.frame_rate = request.fps
     if request.boundary_ratio is not None:
         sampling.boundary_ratio = request.boundary_ratio
-    for name in ("flow_shift", "sample_solver"):
+    # The number of frames a second time: vLLM-Omni's own field cannot tell one frame from "not given".
+    for name in ("flow_shift", "sample_solver", "num_frames"):
         if (value := getattr(request, name)) is not None:
             sampling.extra_args[name] = value
-    if request.num_frames is None and sampling.num_frames == UNSET_NUM_FRAMES:
-        sampling.num_frames = DEFAULT_NUM_FRAMES
-    if not request.seed_is_chosen or sampling.seed is None:
+    if not request.seed_is_random or sampling.seed is None:
         sampling.seed = request.seed
     return sampling

@@ -24,6 +24,7 @@ from .progress import EngineOutput, engine_streams
 from .summary import notes, summary_from_output, summary_table
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_START_FAILED = "Orchestrator initialization failed"  # how vLLM-Omni wraps whatever stops an engine's start
 _MAX_SEED = 2**63 - 1
 
 
@@ -69,9 +70,12 @@ def _model(value: str) -> str:
         return str(folder)
     if folder.exists():
         raise typer.BadParameter(f"{value} is a file; expected a checkpoint folder in the layout of diffusers")
-    if not _HUB_NAME.fullmatch(value):
-        raise typer.BadParameter(f"no folder {value}, and not a name such as Wan-AI/Wan2.2-T2V-A14B-Diffusers either")
-    return value
+    if _HUB_NAME.fullmatch(value):
+        raise typer.BadParameter(
+            f"no folder {value}; if it is a name on the Hugging Face hub, download it first and give the folder: "
+            f"hf download {value} --local-dir {folder.name}"
+        )
+    raise typer.BadParameter(f"no folder {value}; expected a checkpoint folder in the layout of diffusers")
 
 
 def _output(value: Path) -> Path:
@@ -88,7 +92,7 @@ def _output(value: Path) -> Path:
 
 
 def generate(
-    model: Annotated[str, typer.Option(callback=_model, help="Checkpoint folder (diffusers layout), or hub name.")],
+    model: Annotated[str, typer.Option(callback=_model, help="Checkpoint folder in the layout of diffusers.")],
     prompt: Annotated[str, typer.Option(callback=_text, help="What the video shows.")],
     output: Annotated[Path, typer.Option("--output", "-o", callback=_output, help="The MP4 to write.")] = Path(
         "video.mp4"
@@ -96,9 +100,7 @@ def generate(
     negative_prompt: Annotated[str | None, typer.Option(help="What the video does not show.")] = None,
     height: Annotated[int | None, typer.Option(callback=_COUNT, help="Pixels. Default: the model's.")] = None,
     width: Annotated[int | None, typer.Option(callback=_COUNT, help="Pixels. Default: the model's.")] = None,
-    num_frames: Annotated[
-        int | None, typer.Option(callback=_COUNT, help=f"Frames. Default: {engine.DEFAULT_NUM_FRAMES}.")
-    ] = None,
+    num_frames: Annotated[int | None, typer.Option(callback=_COUNT, help="Frames. Default: the model's.")] = None,
     num_inference_steps: Annotated[
         int | None, typer.Option(callback=_COUNT, help="Denoising steps. Default: the model's.")
     ] = (None),
@@ -149,7 +151,7 @@ def generate(
             model=model,
             prompt=prompt,
             seed=secrets.randbelow(2**31) if seed is None else seed,
-            seed_is_chosen=seed is None,
+            seed_is_random=seed is None,
             negative_prompt=negative_prompt,
             height=height,
             width=width,
@@ -263,7 +265,8 @@ def _write(request: GenerationRequest, result: GenerationResult, output: Path) -
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause that says something, without the wrappers around it."""
-    while error.__cause__ is not None:
+    """The error's own message; vLLM-Omni's "Orchestrator initialization failed" gives way to the error it wraps."""
+    if str(error).startswith(_START_FAILED) and error.__cause__ is not None:
         error = error.__cause__
-    return str(error).strip() or type(error).__name__
+    # Where the wrapper comes without its cause, it still ends in the cause's message.
+    return str(error).strip().removeprefix(_START_FAILED).removeprefix(":").strip() or type(error).__name__

@@ -7,6 +7,7 @@ What moves, and why:
 - `sequence_parallel_size` becomes `ring_degree`; 0.30 derives the former and drops a given one without a word.
 - `dtype` and nothing else moves to the top of the file, where 0.30 keeps what all stages share.
 - `quantization` moves into `model_config`: 0.30 only takes methods of its own registry in `quantization`.
+- `default_sampling_params.num_frames: 1` is repeated in `extra_args`: 0.30 cannot tell one frame from "not given".
 - `stage_type`, `model_stage`, `final_output`, `final_output_type` and `runtime.process` vanish: 0.30 has them in the
   topology that `pipeline` names.
 """
@@ -20,7 +21,7 @@ from typing import Any
 import yaml
 
 from .loader import StageConfigError, load_stage_config, parse_stage_config
-from .schema import EngineArgs, StageConfig
+from .schema import EngineArgs, SamplingDefaults, StageConfig
 
 # vLLM-Omni's one topology of a single diffusion stage that gives a video. `model_class_name` below it selects the
 # pipeline, whatever its architecture, and unlike a topology of our own it is known before plugins are loaded.
@@ -52,13 +53,20 @@ def to_deploy_config(stage_config: StageConfig | Mapping[str, Any] | str | Path)
         },
     }
     if stage.default_sampling_params is not None:
-        entry["default_sampling_params"] = stage.default_sampling_params.model_dump(exclude_none=True)
+        entry["default_sampling_params"] = _sampling_fields(stage.default_sampling_params)
     return {
         "pipeline": SINGLE_STAGE_VIDEO_PIPELINE,
         "async_chunk": False,
         "dtype": stage.engine_args.dtype,
         "stages": [entry],
     }
+
+
+def _sampling_fields(defaults: SamplingDefaults) -> dict[str, Any]:
+    fields = defaults.model_dump(exclude_none=True)
+    if defaults.num_frames == 1:
+        fields["extra_args"] = {"num_frames": 1, **fields.get("extra_args", {})}
+    return fields
 
 
 def _engine_fields(engine: EngineArgs) -> dict[str, Any]:
