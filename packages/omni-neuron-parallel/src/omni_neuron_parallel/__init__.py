@@ -3,6 +3,7 @@
 
 from omni_neuron_parallel.__about__ import __version__
 from omni_neuron_parallel.agreement import RankDisagreementError, check_rank_agreement, tensor_digest
+from omni_neuron_parallel.context_attention import ContextAttentionStats, context_attention
 from omni_neuron_parallel.groups import (
     AxisGroup,
     destroy_parallel,
@@ -24,6 +25,8 @@ from omni_neuron_parallel.layers import (
     shard_size,
 )
 from omni_neuron_parallel.provider import ParallelProvider
+from omni_neuron_parallel.sequence import SequenceShard
+from omni_neuron_parallel.softmax_bound import bounded_softmax_is_safe
 from omni_neuron_parallel.topology import AXES, Axis, Topology, valid_tensor_parallel_sizes
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "Axis",
     "AxisGroup",
     "ColumnParallelLinear",
+    "ContextAttentionStats",
     "DistributedRMSNorm",
     "ParallelProvider",
     "QKVParallelLinear",
@@ -38,10 +42,13 @@ __all__ = [
     "RankError",
     "RankPool",
     "RowParallelLinear",
+    "SequenceShard",
     "Topology",
     "VocabParallelEmbedding",
     "__version__",
+    "bounded_softmax_is_safe",
     "check_rank_agreement",
+    "context_attention",
     "destroy_parallel",
     "get_group",
     "get_topology",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,34 @@ class AxisGroup:
         if dim % tensor.dim() == 0:
             return gathered
         return torch.cat(gathered.chunk(self.size, dim=0), dim=dim)
+
+    def start_rotate(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to send `tensor` to the next rank of the group and to receive the previous rank's, of the same shape.
+
+        Every rank takes part: the pairs (r, r + 1 mod size) together are one permutation, which on Neuron is one
+        collective-permute. Gloo has no such collective, so here it is a send and a receive (eager mode only).
+
+        Returns:
+            A function that waits for both and returns the received tensor. Do not write to `tensor` before.
+        """
+        if self.size == 1:
+            return lambda: tensor
+        sent = tensor.contiguous()
+        received = torch.empty_like(sent)
+        following, previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, following, self.process_group),
+                dist.P2POp(dist.irecv, received, previous, self.process_group),
+            ]
+        )
+
+        def wait() -> torch.Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return wait
 
     @property
     def _name(self) -> str:

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact attention over a sequence whose queries, keys and values are split over context parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args, overload
+
+import torch
+import torch.nn.functional as F
+
+from omni_neuron_parallel.groups import AxisGroup
+from omni_neuron_parallel.softmax_bound import bounded_softmax_is_safe, head_abs_max, head_norm_max
+from omni_neuron_parallel.softmax_sums import HeadSums, log_sum_exp
+
+ContextMethod = Literal["auto", "gather", "ring"]
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class ContextAttentionStats:
+    """What the calls that were given this object did on this rank; the numbers add up over calls.
+
+    Attributes:
+        rows: query rows computed, each head and batch element counted.
+        clamped_rows: rows whose softmax denominator was zero or not finite although they had a valid key. Zero by
+            construction wherever scores are finite in float32; else the input holds infinities, NaN, or norms as large.
+        blocks: key blocks computed; a block without a valid key is not.
+        bounded_heads: heads that took the bounded softmax, proven safe; the others took the running maximum.
+    """
+
+    rows: int = 0
+    clamped_rows: int = 0
+    blocks: int = 0
+    bounded_heads: int = 0
+
+
+@overload
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: AxisGroup,
+    scale: float | None = ...,
+    kv_length: int | None = ...,
+    method: ContextMethod = ...,
+    return_lse: Literal[False] = False,
+    joint_kv: KeysValues | None = ...,
+    stats: ContextAttentionStats | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: AxisGroup,
+    scale: float | None = ...,
+    kv_length: int | None = ...,
+    method: ContextMethod = ...,
+    return_lse: Literal[True],
+    joint_kv: KeysValues | None = ...,
+    stats: ContextAttentionStats | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: AxisGroup,
+    scale: float | None = None,
+    kv_length: int | None = None,
+    method: ContextMethod = "auto",
+    return_lse: bool = False,
+    joint_kv: KeysValues | None = None,
+    stats: ContextAttentionStats | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale · q kᵀ) v of this rank's queries over the keys of every rank. Collective over `group`.
+
+    "gather" joins K and V in one stacked all-gather and calls torch's attention: one collective, K and V of the whole
+    sequence on every rank. "ring" keeps K and V in shards and passes them on, one rotation a step, each started before
+    the block at hand is computed; two shards are held at a time. Both are exact. In the ring the heads that
+    `bounded_softmax_is_safe` proves safe add up unshifted exponentials, the others keep a running maximum; that proof
+    costs one all-gather of two numbers a head, and it and the rotation run in eager mode only.
+
+    Args:
+        q: `[B, S_q, N, D]`, this rank's queries; S_q is free, so queries that every rank holds may be among them.
+        k: `[B, S_local, N, D]`, this rank's keys: rows [rank · S_local, (rank + 1) · S_local) of the padded sequence.
+        v: this rank's values, shape as `k`.
+        group: the ranks that share the sequence. In a group of one this is plain attention: so is cross-attention,
+            whose keys are whole on every rank, and which never communicates.
+        scale: factor of the scores; None for 1 / √D.
+        kv_length: the number of valid keys of the whole sequence; those from there on are pads and take no part,
+            whatever they hold. None: all are valid.
+        method: "gather", "ring", or "auto": gather, because no kernel library with a ring of its own exists so far.
+        return_lse: also return the logarithm of each row's softmax denominator.
+        joint_kv: further keys and values `[B, S_joint, N, D]` that every rank holds whole, such as a text prompt's;
+            each query attends to them once. They are not counted in `kv_length`.
+        stats: counters to add to. Counting waits for the device.
+
+    Returns:
+        `[B, S_q, N, D]` in q's dtype, accumulated in float32; with `return_lse` also float32 `[B, N, S_q]`.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown method, or a `kv_length` that leaves no key or names too many.
+    """
+    _check(q, k, v, joint_kv, method)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    valid = _valid_keys(kv_length, k.shape[1], group, joint_kv)
+    lse: torch.Tensor | None
+    if method == "ring":
+        output, lse = _ring(q, k, v, group, scale, valid, joint_kv, stats)
+    else:
+        output, lse = _gather(q, k, v, group, scale, sum(valid), joint_kv, return_lse or stats is not None)
+        if stats is not None:
+            stats.blocks += 1
+    if stats is not None:
+        assert lse is not None
+        stats.rows += lse.numel()
+        stats.clamped_rows += int((~lse.isfinite()).sum())
+    if return_lse:
+        assert lse is not None
+        return output, lse
+    return output
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, joint_kv: KeysValues | None, method: str) -> None:
+    if method not in get_args(ContextMethod):
+        raise ValueError(f"method = {method!r}: valid are {', '.join(get_args(ContextMethod))}")
+    pairs = (
+        [("k", k, "v", v)] if joint_kv is None else [("k", k, "v", v), ("joint k", joint_kv[0], "joint v", joint_kv[1])]
+    )
+    for key_name, key, value_name, value in pairs:
+        if key.shape != value.shape or key.dim() != 4:
+            raise ValueError(
+                f"{key_name} {tuple(key.shape)} and {value_name} {tuple(value.shape)} are not of one shape [B, S, N, D]"
+            )
+        if q.dim() != 4 or (q.shape[0], *q.shape[2:]) != (key.shape[0], *key.shape[2:]):
+            raise ValueError(f"q {tuple(q.shape)} and {key_name} {tuple(key.shape)} differ in more than their tokens")
+
+
+def _valid_keys(kv_length: int | None, shard_length: int, group: AxisGroup, joint_kv: KeysValues | None) -> list[int]:
+    """The number of valid keys in each rank's block."""
+    total = shard_length * group.size
+    length = total if kv_length is None else kv_length
+    least = 1 if joint_kv is None or joint_kv[0].shape[1] == 0 else 0
+    if not least <= length <= total:
+        raise ValueError(
+            f"kv_length = {length}: valid are {least}..{total} ({group.size} ranks of {shard_length} keys each)"
+        )
+    return [min(max(length - rank * shard_length, 0), shard_length) for rank in range(group.size)]
+
+
+def _gather(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: AxisGroup,
+    scale: float,
+    kv_length: int,
+    joint_kv: KeysValues | None,
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if group.size > 1:
+        k, v = group.all_gather(torch.stack([k, v]), dim=2).unbind(0)
+    k, v = k[:, :kv_length], v[:, :kv_length]
+    if joint_kv is not None:
+        k, v = torch.cat([k, joint_kv[0]], dim=1), torch.cat([v, joint_kv[1]], dim=1)
+    output = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale)
+    return output.transpose(1, 2), log_sum_exp(q, k, scale) if with_lse else None
+
+
+def _ring(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: AxisGroup,
+    scale: float,
+    valid: list[int],
+    joint_kv: KeysValues | None,
+    stats: ContextAttentionStats | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    safe = _safe_heads(q, k, v, group, scale, valid, joint_kv)
+    split = [
+        HeadSums(q, scale, heads.nonzero().flatten(), bounded) for heads, bounded in ((safe, True), (~safe, False))
+    ]
+    sums = [part for part in split if len(part.heads)]
+    blocks = 0
+    if joint_kv is not None and joint_kv[0].shape[1]:
+        blocks += 1
+        for part in sums:
+            part.add(*joint_kv)
+    block = torch.stack([k, v])
+    for step in range(group.size):
+        # The next block travels while this one is computed.
+        next_block = group.start_rotate(block) if step + 1 < group.size else None
+        keys = valid[(group.rank - step) % group.size]
+        if keys:
+            blocks += 1
+            for part in sums:
+                part.add(block[0][:, :keys], block[1][:, :keys])
+        if next_block is not None:
+            block = next_block()
+    if stats is not None:
+        stats.blocks += blocks
+        stats.bounded_heads += int(safe.sum())
+    order = torch.cat([part.heads for part in sums]).argsort()
+    output = torch.cat([part.output() for part in sums], dim=1).index_select(1, order)
+    lse = torch.cat([part.log_sum_exp() for part in sums], dim=1).index_select(1, order)
+    return output.transpose(1, 2).to(q.dtype), lse
+
+
+def _safe_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: AxisGroup,
+    scale: float,
+    valid: list[int],
+    joint_kv: KeysValues | None,
+) -> torch.Tensor:
+    """Bool `[N]`: the heads whose bounded softmax is proven safe for this rank's queries over every rank's keys."""
+    num_keys = sum(valid)
+    local = [(k[:, : valid[group.rank]], v[:, : valid[group.rank]])]
+    if joint_kv is not None:
+        local.append(joint_kv)
+        num_keys += joint_kv[0].shape[1]
+    largest = torch.stack([torch.stack([head_norm_max(key), head_abs_max(value)]) for key, value in local]).amax(0)
+    k_norm_max, v_abs_max = group.all_gather(largest.unsqueeze(0), dim=0).amax(0).unbind(0)
+    return bounded_softmax_is_safe(head_norm_max(q), k_norm_max, scale, num_keys, v_abs_max)

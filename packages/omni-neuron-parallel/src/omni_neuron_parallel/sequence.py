@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part of a token sequence that is split over context parallelism, and back again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from omni_neuron_parallel.groups import AxisGroup
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """The tokens of `rank` among `world` ranks. Every rank holds `shard_length` rows, the last with pads at the end.
+
+    Rank r holds the rows [r · shard_length, (r + 1) · shard_length) of the sequence padded to world · shard_length. All
+    is arithmetic on the three numbers, the same on every rank, so no rank has to ask another for its lengths.
+
+    Attributes:
+        sequence_length: tokens of the whole sequence, without pads.
+        world: number of ranks that share it.
+        rank: this rank's position among them.
+
+    Raises:
+        ValueError: no token, no rank, or a rank outside the world.
+    """
+
+    sequence_length: int
+    world: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1 or self.world < 1:
+            raise ValueError(
+                f"a sequence of {self.sequence_length} tokens over {self.world} ranks: both are at least 1"
+            )
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"rank {self.rank} is outside 0..{self.world - 1}")
+
+    @property
+    def shard_length(self) -> int:
+        """Rows on every rank, pads included: ceil(sequence_length / world)."""
+        return -(-self.sequence_length // self.world)
+
+    @property
+    def start(self) -> int:
+        """The first token of this rank; `sequence_length` where the rank holds pads only."""
+        return min(self.rank * self.shard_length, self.sequence_length)
+
+    @property
+    def end(self) -> int:
+        """One past the last token of this rank."""
+        return min((self.rank + 1) * self.shard_length, self.sequence_length)
+
+    @property
+    def valid_length(self) -> int:
+        """Tokens of this rank, pads not counted: the first rows of its shard."""
+        return self.end - self.start
+
+    @property
+    def num_pad(self) -> int:
+        """Pads at the end of this rank's shard."""
+        return self.shard_length - self.valid_length
+
+    @property
+    def valid_lengths(self) -> tuple[int, ...]:
+        """`valid_length` of every rank, in rank order: the key lengths that attention over the blocks needs."""
+        return tuple(SequenceShard(self.sequence_length, self.world, rank).valid_length for rank in range(self.world))
+
+    def pad_mask(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """Bool `[shard_length]`, True where the row is a pad."""
+        return torch.arange(self.shard_length, device=device) >= self.valid_length
+
+    def split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's rows of a whole tensor: tokens, a rope table, anything with one row a token.
+
+        Args:
+            tensor: any shape with `sequence_length` rows along `dim`.
+            dim: the tensor's dim of tokens.
+
+        Returns:
+            The same with `shard_length` rows; pads are zero.
+
+        Raises:
+            ValueError: another number of rows.
+        """
+        self._check_rows(tensor, dim, self.sequence_length, "the whole sequence")
+        return self._pad(tensor.narrow(dim, self.start, self.valid_length), dim)
+
+    def split_runs(self, values: torch.Tensor, run_lengths: Sequence[int], dim: int) -> torch.Tensor:
+        """This rank's rows of a piecewise constant tensor, such as modulation with one timestep a frame.
+
+        The same as `split` of the values repeated over the whole sequence, which is never built.
+
+        Args:
+            values: any shape with one row a run along `dim`.
+            run_lengths: tokens of each run; they sum to `sequence_length`.
+            dim: the tensor's dim of runs.
+
+        Returns:
+            The same with `shard_length` rows along `dim`, one a token; pads are zero.
+
+        Raises:
+            ValueError: runs that do not cover the sequence, or another number of rows than runs.
+        """
+        if sum(run_lengths) != self.sequence_length or min(run_lengths) < 0:
+            raise ValueError(f"runs of {list(run_lengths)} tokens do not make a sequence of {self.sequence_length}")
+        self._check_rows(values, dim, len(run_lengths), "one row a run")
+        counts, first = [], 0
+        for length in run_lengths:
+            counts.append(max(0, min(self.end, first + length) - max(self.start, first)))
+            first += length
+        repeats = torch.tensor(counts, device=values.device)
+        return self._pad(values.repeat_interleave(repeats, dim, output_size=self.valid_length), dim)
+
+    def gather(self, tensor: torch.Tensor, dim: int, group: AxisGroup) -> torch.Tensor:
+        """The whole tensor from every rank's shard, pads dropped, the same on every rank. Collective over `group`.
+
+        Args:
+            tensor: any shape with `shard_length` rows along `dim`.
+            dim: the tensor's dim of tokens.
+            group: the group whose ranks hold the shards.
+
+        Raises:
+            ValueError: another number of rows, or a group in which this rank is not `rank` of `world`.
+        """
+        if (group.size, group.rank) != (self.world, self.rank):
+            raise ValueError(
+                f"the shard is {self.rank} of {self.world}, this rank is {group.rank} of {group.size} in the "
+                f"{group.axis} group"
+            )
+        self._check_rows(tensor, dim, self.shard_length, "one shard")
+        return group.all_gather(tensor, dim).narrow(dim, 0, self.sequence_length)
+
+    def _pad(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        if self.num_pad == 0:
+            return tensor
+        trailing_dims = tensor.dim() - 1 - dim % tensor.dim()
+        return F.pad(tensor, [0, 0] * trailing_dims + [0, self.num_pad])
+
+    def _check_rows(self, tensor: torch.Tensor, dim: int, rows: int, meaning: str) -> None:
+        if tensor.shape[dim] != rows:
+            raise ValueError(
+                f"dim {dim} of a tensor {tuple(tensor.shape)} has {tensor.shape[dim]} rows, not {rows} ({meaning})"
+            )

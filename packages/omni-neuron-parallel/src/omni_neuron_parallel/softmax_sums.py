@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as sums over blocks of keys that are divided at the end, with or without a running maximum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+# Scores exist for a slice of the queries at a time: 16 MiB of float32, whatever the number of keys.
+_SCORES_AT_ONCE = 1 << 22
+
+
+class HeadSums:
+    """Attention of some heads over the blocks added so far, not yet divided: Σ exp(s − peak)·v and Σ exp(s − peak).
+
+    Bounded heads have no peak (it is zero), and their blocks merge by addition. The others carry the running maximum;
+    the three numbers are a partial result in log-sum-exp space, lse = peak + log Σ (Milakov & Gimelshein 2018).
+
+    Args:
+        q: `[B, S_q, N, D]`, the queries of all heads.
+        scale: factor of the scores.
+        heads: int64 indices of the heads to sum.
+        bounded: no peak; only for heads that `bounded_softmax_is_safe` has proven safe.
+    """
+
+    def __init__(self, q: torch.Tensor, scale: float, heads: torch.Tensor, bounded: bool):
+        self.heads = heads
+        self._all_heads = len(heads) == q.shape[2]
+        self._queries = self._select(q) * scale
+        batch, count, rows, dim = self._queries.shape
+        self._peak = None if bounded else q.new_full((batch, count, rows, 1), -torch.inf, dtype=torch.float32)
+        self._weights = q.new_zeros(batch, count, rows, 1, dtype=torch.float32)
+        self._values = q.new_zeros(batch, count, rows, dim, dtype=torch.float32)
+
+    def _select(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[B, S, N, D]` to this object's heads, float32 `[B, heads, S, D]`."""
+        chosen = tensor if self._all_heads else tensor.index_select(2, self.heads)
+        return chosen.transpose(1, 2).float()
+
+    def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Attend to a block of at least one valid key: `[B, S_block, N, D]` each."""
+        keys, values = self._select(k), self._select(v)
+        for rows in _row_slices(self._queries, keys):
+            scores = self._queries[:, :, rows] @ keys.mT
+            if self._peak is not None:
+                peak = torch.maximum(self._peak[:, :, rows], scores.amax(-1, keepdim=True))
+                decay = (self._peak[:, :, rows] - peak).exp()
+                self._weights[:, :, rows] *= decay
+                self._values[:, :, rows] *= decay
+                self._peak[:, :, rows] = peak
+                scores -= peak
+            scores.exp_()
+            self._weights[:, :, rows] += scores.sum(-1, keepdim=True)
+            self._values[:, :, rows] += scores @ values
+
+    def output(self) -> torch.Tensor:
+        """float32 `[B, heads, S_q, D]`."""
+        return self._values / self._weights
+
+    def log_sum_exp(self) -> torch.Tensor:
+        """float32 `[B, heads, S_q]`; not finite exactly where the denominator is zero or not finite."""
+        lse = self._weights.log()
+        return (lse if self._peak is None else lse + self._peak).squeeze(-1)
+
+
+def log_sum_exp(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """log Σ exp(scale · q·k) of every row, which torch's attention keeps to itself.
+
+    Args:
+        q: `[B, S_q, N, D]`.
+        k: `[B, S_k, N, D]`.
+        scale: factor of the scores.
+
+    Returns:
+        float32 `[B, N, S_q]`.
+    """
+    queries, keys = q.transpose(1, 2).float() * scale, k.transpose(1, 2).float()
+    return torch.cat([(queries[:, :, rows] @ keys.mT).logsumexp(-1) for rows in _row_slices(queries, keys)], dim=-1)
+
+
+def _row_slices(queries: torch.Tensor, keys: torch.Tensor) -> Iterator[slice]:
+    batch, heads, rows, _ = queries.shape
+    step = max(1, _SCORES_AT_ONCE // max(1, batch * heads * keys.shape[2]))
+    return (slice(first, first + step) for first in range(0, rows, step))

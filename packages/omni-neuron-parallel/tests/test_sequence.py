@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards of a sequence: cut and joined again, for every small length and world."""
+
+from __future__ import annotations
+
+import context_ranks
+import parallel_ranks
+import pytest
+import torch
+
+from omni_neuron_parallel import AxisGroup, RankPool, SequenceShard, Topology
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_split_and_join_is_identity(world: int) -> None:
+    for length in range(1, 65):
+        shards = [SequenceShard(length, world, rank) for rank in range(world)]
+        hidden = parallel_ranks.random(2, length, 3, seed=length)
+        rope = parallel_ranks.random(1, length, 1, 4, seed=length + 1)
+        for whole, dim in ((hidden, 1), (hidden, -2), (rope, 1), (hidden.mT, 2)):
+            parts = [shard.split(whole, dim) for shard in shards]
+            assert {part.shape[dim] for part in parts} == {shards[0].shard_length}
+            joined = torch.cat(parts, dim)
+            assert torch.equal(joined.narrow(dim, 0, length), whole)
+            assert not joined.narrow(dim, length, joined.shape[dim] - length).any()
+        tokens = [token for shard in shards for token in range(shard.start, shard.end)]
+        assert tokens == list(range(length))
+        mask = torch.cat([shard.pad_mask() for shard in shards])
+        assert mask.tolist() == [row >= length for row in range(world * shards[0].shard_length)]
+        for shard in shards:
+            assert shard.valid_lengths == tuple(other.end - other.start for other in shards)
+            assert shard.valid_length + shard.num_pad == shard.shard_length
+            assert int(shard.pad_mask().sum()) == shard.num_pad
+
+
+@pytest.mark.parametrize("runs", [[13], [4, 4, 5], [1, 0, 12], [0, 7, 6], [2] * 6 + [1]])
+def test_runs_are_cut_like_the_tensor_they_stand_for(runs: list[int]) -> None:
+    values = parallel_ranks.random(2, len(runs), 6, 3, seed=1)
+    whole = values.repeat_interleave(torch.tensor(runs), 1)
+    for world in range(1, 9):
+        for rank in range(world):
+            shard = SequenceShard(13, world, rank)
+            assert torch.equal(shard.split_runs(values, runs, 1), shard.split(whole, 1))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 13])
+def test_gather_on_ranks(length: int, four_ranks: RankPool) -> None:
+    whole = parallel_ranks.random(2, length, 3, seed=0)
+    for joined in four_ranks.run(parallel_ranks.with_topology, Topology(cp=4), context_ranks.gathered_shard, length):
+        assert all(torch.equal(tensor, whole) for tensor in joined)
+
+
+def test_lengths_of_a_sequence_that_ranks_do_not_divide() -> None:
+    assert SequenceShard(3645, 8).valid_lengths == (456,) * 7 + (453,)
+    assert SequenceShard(56700, 8).valid_lengths == (7088,) * 7 + (7084,)
+    assert SequenceShard(9, 8, 7) == SequenceShard(9, 8, 7)
+    assert SequenceShard(9, 8, 7).valid_lengths == (2, 2, 2, 2, 1, 0, 0, 0)
+
+
+def test_errors() -> None:
+    shard = SequenceShard(5, 2, 1)
+    with pytest.raises(ValueError, match="0 tokens over 2 ranks"):
+        SequenceShard(0, 2)
+    with pytest.raises(ValueError, match=r"rank 2 is outside 0\.\.1"):
+        SequenceShard(5, 2, 2)
+    with pytest.raises(ValueError, match=r"dim 1 of a tensor \(1, 6\) has 6 rows, not 5 \(the whole sequence\)"):
+        shard.split(torch.zeros(1, 6), 1)
+    with pytest.raises(ValueError, match=r"the shard is 1 of 2, this rank is 0 of 1 in the cp group"):
+        shard.gather(torch.zeros(1, 3), 1, AxisGroup("cp"))
+    with pytest.raises(ValueError, match=r"dim 0 of a tensor \(2,\) has 2 rows, not 5 \(one shard\)"):
+        SequenceShard(5).gather(torch.zeros(2), 0, AxisGroup("cp"))
+    with pytest.raises(ValueError, match=r"runs of \[2, 2\] tokens do not make a sequence of 5"):
+        shard.split_runs(torch.zeros(1, 2), [2, 2], 1)
+    with pytest.raises(ValueError, match=r"has 3 rows, not 2 \(one row a run\)"):
+        shard.split_runs(torch.zeros(1, 3), [2, 3], 1)
