@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 SYSTEMS = ("ours", "diffusers", "vllm-omni")
-START_TIMEOUT_S = 300
+ANSWER_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ class Workload:
 
 
 class System:
-    """One of the three, in a process of its own that answers a line for a line."""
+    """One of the three, in a process of its own that answers a line for a line.
+
+    Answers come through a socket: engines log to stdout and stderr and decorate both.
+    """
 
     def __init__(self, name: str, model: Path, workload: Workload):
         environment = dict(
@@ -65,59 +69,58 @@ class System:
             environment["VLLM_PLUGINS"] = "neuron"
         self.name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        command = [
-            sys.executable,
-            __file__,
-            "--serve",
-            name,
-            "--model",
-            str(model),
-            "--workload",
-            json.dumps(asdict(workload)),
-        ]
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, __file__, "--serve", name, str(theirs.fileno()), "--model", str(model)]
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            [*command, "--workload", json.dumps(asdict(workload))],
+            env=environment,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=[theirs.fileno()],
         )
+        theirs.close()
+        ours.settimeout(ANSWER_TIMEOUT_S)
+        self._lines = ours.makefile("rw")
         self.identity = self._answer()
 
     def seconds(self, steps: int) -> float:
         """One video with `steps` steps."""
-        assert self._process.stdin is not None
-        print(steps, file=self._process.stdin, flush=True)
+        print(steps, file=self._lines, flush=True)
         return float(self._answer()["seconds"])
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self._lines.close()
+        self._process.kill()
+        self._process.wait()
 
     def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
+        try:
+            line = self._lines.readline()
+        except TimeoutError:
+            line = ""
+        if line:
+            return json.loads(line)
+        self._process.kill()
         self._log.seek(0)
-        raise SystemExit(f"{self.name} ended with code {self._process.wait()}:\n{self._log.read()[-3000:]}")
+        log = self._log.read()[-3000:]
+        raise SystemExit(f"{self.name}: no answer in {ANSWER_TIMEOUT_S} s, or it ended:\n{log}")
 
 
-def serve(name: str, model: Path, workload: Workload) -> None:
+def serve(name: str, answers: int, model: Path, workload: Workload) -> None:
     """The child's side: load, say so, then generate once a line."""
     import torch
 
     torch.set_num_threads(workload.threads)
-    # Log lines of engines go to stdout; ours are the ones that start with a brace.
+    lines = socket.socket(fileno=answers).makefile("rw")
     generate, identity = _diffusers(model, workload) if name == "diffusers" else _engine(model, workload)
-    print(json.dumps({"pipeline": identity, "threads": torch.get_num_threads()}), flush=True)
-    for line in sys.stdin:
+    print(json.dumps({"pipeline": identity, "threads": torch.get_num_threads()}), file=lines, flush=True)
+    for line in lines:
         started = time.perf_counter()
         frames = generate(int(line))
         seconds = time.perf_counter() - started
         assert frames == workload.num_frames, f"{frames} frames, {workload.num_frames} were asked for"
-        print(json.dumps({"seconds": seconds}), flush=True)
+        print(json.dumps({"seconds": seconds}), file=lines, flush=True)
 
 
 def _diffusers(model: Path, workload: Workload) -> tuple[Any, str]:
@@ -233,12 +236,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Workload.steps)
     parser.add_argument("--size", default="240x416x17", help="height x width x frames")
     parser.add_argument("--json", type=Path, help="where to write all figures")
-    parser.add_argument("--serve", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=2, metavar=("SYSTEM", "FD"), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--workload", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.model, Workload(**json.loads(arguments.workload)))
+        name, answers = arguments.serve
+        serve(name, int(answers), arguments.model, Workload(**json.loads(arguments.workload)))
         return
 
     from omni_neuron_wan22 import TinyWan, make_tiny_checkpoint

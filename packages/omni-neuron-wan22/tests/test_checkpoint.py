@@ -13,10 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni.diffusion.request import OmniDiffusionRequest
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from omni_neuron_runtime import CheckpointError
-from omni_neuron_wan22 import TinyWan, WanCheckpoint, WanConfigError, make_tiny_checkpoint
-from omni_neuron_wan22.pipeline import check_engine_config
+from omni_neuron_wan22 import (
+    RequestError,
+    TinyWan,
+    WanCheckpoint,
+    WanConfigError,
+    load_transformer,
+    make_tiny_checkpoint,
+)
+from omni_neuron_wan22.pipeline import check_engine_config, get_neuron_wan22_pre_process_func
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +82,14 @@ def test_wrong_shape_of_one_tensor(checkpoint: WanCheckpoint) -> None:
         checkpoint.check()
 
 
+def test_a_short_tensor_is_not_taken_for_one_that_needs_padding(checkpoint: WanCheckpoint) -> None:
+    """The loader itself refuses it too, where nobody ran `check` before."""
+    key = "blocks.0.ffn.net.0.proj.weight"
+    edit_weights(weights_of(checkpoint, "transformer"), lambda t: t.update({key: t[key][:-1].contiguous()}))
+    with pytest.raises(CheckpointError, match=r"holds 255, expected 256"):
+        load_transformer(checkpoint, "transformer", dtype=torch.float32)
+
+
 def test_missing_tensor(checkpoint: WanCheckpoint) -> None:
     key = "blocks.0.attn1.to_k.weight"
     edit_weights(weights_of(checkpoint, "transformer"), lambda tensors: tensors.pop(key))
@@ -124,10 +141,38 @@ def test_boundary_decides_which_experts_are_needed(checkpoint: WanCheckpoint) ->
         ({"parallel_config": {"cfg_parallel_size": 2}}, "cfg_parallel_size = 2"),
         ({"model_config": {"quantization": "fp8_row_mx"}}, "quantization = 'fp8_row_mx'"),
         ({"model_config": {"tp_sequence_parallel": True}}, "tp_sequence_parallel = True"),
+        ({"dtype": "float16"}, "dtype = torch.float16: valid values are bfloat16 and float32"),
         ({"enable_cpu_offload": True}, "enable_cpu_offload = True"),
         ({"cache_backend": "cache_dit"}, "cache_backend = 'cache_dit'"),
     ],
 )
 def test_engine_settings_that_this_version_lacks(plain: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(WanConfigError, match=message):
-        check_engine_config(OmniDiffusionConfig(model=str(plain), dtype="float32", **settings))
+        check_engine_config(OmniDiffusionConfig(model=str(plain), **{"dtype": "float32", **settings}))
+
+
+def pre_process(model: Path, boundary: float | None, **settings: Any) -> OmniDiffusionRequest:
+    """What the engine's process makes of a request before any worker sees it."""
+    engine = OmniDiffusionConfig(model=str(model), dtype="float32", boundary_ratio=boundary)
+    sampling = OmniDiffusionSamplingParams(**settings)
+    request = OmniDiffusionRequest(prompt="a cat", sampling_params=sampling, request_id="test")
+    return get_neuron_wan22_pre_process_func(engine)(request)
+
+
+def test_a_request_for_an_expert_that_is_not_loaded(plain: Path) -> None:
+    pre_process(plain, 1.0, extra_args={"sample_solver": "euler"})
+    with pytest.raises(RequestError, match=r"boundary_ratio = 0.875 needs transformer, .*boundary_ratio = 1.0"):
+        pre_process(plain, 1.0, boundary_ratio=0.875)
+    with pytest.raises(RequestError, match=r"boundary_ratio = 0.5 needs transformer_2, .*boundary_ratio = 0.0"):
+        pre_process(plain, 0.0, boundary_ratio=0.5)
+
+
+def test_pre_processing_writes_back_what_will_be_made(plain: Path) -> None:
+    generator = torch.Generator()
+    params = pre_process(
+        plain, None, height=70, num_frames=6, output_type="LATENT", generator=[generator]
+    ).sampling_params
+    assert (params.height, params.width, params.num_frames, params.output_type) == (64, 832, 5, "latent")
+    assert params.generator is generator
+    with pytest.raises(RequestError, match="2 generators"):
+        pre_process(plain, None, generator=[generator, generator])

@@ -81,6 +81,9 @@ def test_sizes_are_rounded_down(
         ({"prompt": ""}, "prompt = ''"),
         ({"prompt": "  \n"}, "prompt = "),
         ({"prompt": {"prompt": "x", "multi_modal_data": {"image": object()}}}, "image"),
+        ({"prompt": {"prompt": "x", "multi_modal_data": {"last_image": object()}}}, "last_image"),
+        ({"prompt": {"prompt": "x", "negative_prompt": 3}}, "negative_prompt = 3"),
+        ({"num_outputs_per_prompt": 0}, "num_outputs_per_prompt = 0"),
         ({"prompt": {"prompt": "x", "prompt_embeds": torch.zeros(1)}}, "prompt_embeds"),
     ],
 )

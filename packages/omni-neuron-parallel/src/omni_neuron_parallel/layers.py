@@ -22,9 +22,15 @@ from omni_neuron_runtime import (
 )
 
 
-def shard_size(size: int, shards: int) -> int:
-    """The rows or columns that each of `shards` ranks holds of `size`: rounded up, the last shards zero-padded."""
-    return -(-size // shards)
+def shard_size(size: int, shards: int, multiple_of: int = 1) -> int:
+    """The rows or columns that each of `shards` ranks holds of `size`: rounded up, the last shards zero-padded.
+
+    Args:
+        size: of the whole dim.
+        shards: ranks.
+        multiple_of: what must stay together, such as the channels of a head; divides `size`.
+    """
+    return -(-size // multiple_of // shards) * multiple_of
 
 
 def _empty(*shape: int) -> nn.Parameter:
@@ -35,16 +41,25 @@ def _empty(*shape: int) -> nn.Parameter:
 class ColumnParallelLinear(nn.Module):
     """`y = x Wᵀ + b` with the rows of W (the output features) split over TP. No communication.
 
-    Input `[..., in_features]`, replicated; output `[..., ceil(out_features / tp)]`, this rank's features.
+    Input `[..., in_features]`, replicated; output `[..., ceil(out_features / tp)]`, this rank's features, in whole
+    units of `multiple_of`.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, group: AxisGroup | None = None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        multiple_of: int = 1,
+        group: AxisGroup | None = None,
+    ):
         super().__init__()
         group = group or get_group("tp")
-        rows = shard_size(out_features, group.size)
+        rows = shard_size(out_features, group.size, multiple_of)
         self.weight = _empty(rows, in_features)
         self.bias = _empty(rows) if bias else None
-        loader = sharding_weight_loader(0, rows, group.size, pad_shard=True)
+        loader = sharding_weight_loader(0, rows, group.size, full_size=out_features)
         set_weight_loader(self.weight, loader)
         if self.bias is not None:
             set_weight_loader(self.bias, loader)
@@ -57,17 +72,26 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """`y = x Wᵀ + b` with the columns of W (the input features) split over TP; partial results are summed over TP.
 
-    Input `[..., ceil(in_features / tp)]`, this rank's features; output `[..., out_features]`, replicated. The bias is
-    loaded as b / tp and added on every rank before the sum, so that one fused operation does both.
+    Input `[..., ceil(in_features / tp)]`, this rank's features, in whole units of `multiple_of`; output
+    `[..., out_features]`, replicated. The bias is loaded as b / tp and added on every rank before the sum, so that one
+    fused operation does both.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, group: AxisGroup | None = None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        multiple_of: int = 1,
+        group: AxisGroup | None = None,
+    ):
         super().__init__()
         self.group = group or get_group("tp")
-        columns = shard_size(in_features, self.group.size)
+        columns = shard_size(in_features, self.group.size, multiple_of)
         self.weight = _empty(out_features, columns)
         self.bias = _empty(out_features) if bias else None
-        set_weight_loader(self.weight, sharding_weight_loader(1, columns, self.group.size, pad_shard=True))
+        set_weight_loader(self.weight, sharding_weight_loader(1, columns, self.group.size, full_size=in_features))
         if self.bias is not None:
             set_weight_loader(self.bias, scaled_bias_loader(1.0 / self.group.size))
 
@@ -156,7 +180,7 @@ class DistributedRMSNorm(nn.Module):
         self.eps = eps
         rows = shard_size(hidden_size, self.group.size)
         self.weight = _empty(rows)
-        set_weight_loader(self.weight, sharding_weight_loader(0, rows, self.group.size, pad_shard=True))
+        set_weight_loader(self.weight, sharding_weight_loader(0, rows, self.group.size, full_size=hidden_size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the class."""
@@ -175,7 +199,7 @@ class VocabParallelEmbedding(nn.Module):
         self.group = group or get_group("tp")
         self.rows = shard_size(vocab_size, self.group.size)
         self.weight = _empty(self.rows, embedding_dim)
-        set_weight_loader(self.weight, sharding_weight_loader(0, self.rows, self.group.size, pad_shard=True))
+        set_weight_loader(self.weight, sharding_weight_loader(0, self.rows, self.group.size, full_size=vocab_size))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See the class."""

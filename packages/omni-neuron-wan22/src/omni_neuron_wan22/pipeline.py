@@ -30,7 +30,13 @@ from omni_neuron_runtime import env, is_cpu_mode
 from omni_neuron_wan22.checkpoint import Expert, WanCheckpoint, load_text_encoder, load_transformer, load_vae
 from omni_neuron_wan22.config import WanConfigError
 from omni_neuron_wan22.prompt import tokenize_prompt
-from omni_neuron_wan22.request import DEFAULT_FLOW_SHIFT, EngineDefaults, GenerationRequest, resolve_request
+from omni_neuron_wan22.request import (
+    DEFAULT_FLOW_SHIFT,
+    EngineDefaults,
+    GenerationRequest,
+    RequestError,
+    resolve_request,
+)
 from omni_neuron_wan22.scheduler import make_scheduler
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel
@@ -85,6 +91,9 @@ def check_engine_config(od_config: OmniDiffusionConfig) -> WanCheckpoint:
     for name, value in switches.items():
         if value:
             raise WanConfigError(f"{name} = {value!r}: not in this version of omni-neuron-wan22; leave it unset")
+    if od_config.dtype not in (torch.bfloat16, torch.float32):
+        # UMT5's feed-forward overflows float16, and the video would be black.
+        raise WanConfigError(f"dtype = {od_config.dtype}: valid values are bfloat16 and float32")
     if od_config.cache_backend not in (None, "none"):
         raise WanConfigError(
             f"cache_backend = {od_config.cache_backend!r}: not in this version of omni-neuron-wan22; use none"
@@ -92,6 +101,22 @@ def check_engine_config(od_config: OmniDiffusionConfig) -> WanCheckpoint:
     checkpoint = WanCheckpoint(Path(str(od_config.model)))
     checkpoint.check(tensor_parallel_size=parallel.tensor_parallel_size, boundary_ratio=od_config.boundary_ratio)
     return checkpoint
+
+
+def check_experts(request: GenerationRequest, checkpoint: WanCheckpoint, engine_boundary: float | None) -> None:
+    """Refuse a boundary whose expert the engine has not loaded.
+
+    Raises:
+        RequestError: the engine was started for one expert, the request needs the other.
+    """
+    loaded = checkpoint.experts_in_use(engine_boundary)
+    needed = checkpoint.experts_in_use(request.boundary_ratio)
+    missing = [expert for expert in needed if expert not in loaded]
+    if missing:
+        raise RequestError(
+            f"boundary_ratio = {request.boundary_ratio} needs {', '.join(missing)}, which the engine did not load "
+            f"because it was started with boundary_ratio = {engine_boundary}"
+        )
 
 
 def get_neuron_wan22_pre_process_func(
@@ -104,10 +129,16 @@ def get_neuron_wan22_pre_process_func(
     def pre_process(request: OmniDiffusionRequest) -> OmniDiffusionRequest:
         if request.is_dummy_run():
             return request
-        resolved = resolve_request(request.prompt, request.sampling_params, defaults)
-        # The rounded sizes, so that what vLLM-Omni reports is what is made, and no second warning in the workers.
         params = request.sampling_params
+        resolved = resolve_request(request.prompt, params, defaults)
+        check_experts(resolved, checkpoint, od_config.boundary_ratio)
+        if isinstance(params.generator, list):
+            if len(params.generator) != 1:
+                raise RequestError(f"{len(params.generator)} generators are given; one video needs one")
+            [params.generator] = params.generator
+        # The rounded sizes, so that what vLLM-Omni reports is what is made, and no second warning in the workers.
         params.height, params.width, params.num_frames = resolved.height, resolved.width, resolved.num_frames
+        params.output_type = resolved.output_type
         params.extra_args = {**(params.extra_args or {}), "num_frames": resolved.num_frames}
         return request
 
@@ -243,6 +274,22 @@ class NeuronWanPipeline(
             stage_durations=clock.seconds,
         )
 
+    def compile(self, *, backend: Any, **options: Any) -> None:
+        """Compile what the requests call, each as one graph (the decoder as two: first chunk and later ones).
+
+        The model runner calls this where the platform has a compile backend.
+        """
+        options = {"fullgraph": True, "dynamic": False, **options, "backend": backend}
+        self.text_encoder.compile(**options)
+        for name in self._dit_modules:
+            expert: WanTransformer3DModel = getattr(self, name)
+            expert.compile(**options)
+            expert.project_cross_attention_kv = torch.compile(  # type: ignore[method-assign]
+                expert.project_cross_attention_kv, **options
+            )
+        if self.is_output_rank:
+            self.vae.decoder.compile(**options)
+
     def resolve(self, prompt: Any, sampling_params: OmniDiffusionSamplingParams) -> GenerationRequest:
         """The request as this engine and checkpoint will serve it; see `resolve_request`."""
         return resolve_request(prompt, sampling_params, self.defaults)
@@ -300,7 +347,6 @@ class NeuronWanPipeline(
         # A scheduler of its own for every request: nothing of the last one's shift or solver can stick.
         self.scheduler = make_scheduler(request.sample_solver, request.flow_shift)
         self.scheduler.set_timesteps(request.num_inference_steps, device=self.device)
-        boundary = request.boundary_ratio * self.scheduler.config.num_train_timesteps
         check_ranks = env.get("OMNI_NEURON_CHECK_RANK_AGREEMENT")
         if check_ranks:
             check_rank_agreement(latents, "initial noise")
@@ -308,7 +354,7 @@ class NeuronWanPipeline(
         with self.progress_bar(total=len(timesteps)) as progress:
             for step, (timestep, value) in enumerate(zip(timesteps, timesteps.tolist(), strict=True)):
                 self.record_denoise_step(step, timestep, total_steps=len(timesteps))
-                expert, scale = self._expert(value, boundary, request)
+                expert, scale = self._expert(value, request)
                 prediction = self._predict(latents, timestep, expert, scale, trajectory)
                 latents = self.scheduler.step(prediction.float(), timestep, latents).prev_sample
                 trajectory.steps[expert] += 1
@@ -324,20 +370,16 @@ class NeuronWanPipeline(
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents `[1, C, T, h, w]` float32 to frames `[1, 3, 4 T − 3, 8 h, 8 w]` within ±1. Output rank only."""
-        with _all_cores():
+        with _waiting_ranks_cores():
             return self.vae.decode(self.vae.denormalize(latents))
 
-    def _expert(self, timestep: float, boundary: float, request: GenerationRequest) -> tuple[Expert, float]:
+    def _expert(self, timestep: float, request: GenerationRequest) -> tuple[Expert, float]:
         """The expert of a timestep and its guidance; at the boundary itself it is still the high-noise one."""
-        low_noise = timestep < boundary
+        boundary = request.boundary_ratio * self.scheduler.config.num_train_timesteps
+        low_noise = request.boundary_ratio == 1.0 or timestep < boundary
         scale = request.guidance_scale_2 if low_noise else request.guidance_scale
-        wanted: Expert = "transformer_2" if low_noise and "transformer_2" in self.checkpoint.experts else "transformer"
-        if not hasattr(self, wanted):
-            raise ValueError(
-                f"timestep {timestep:.0f} with boundary_ratio = {request.boundary_ratio} needs {wanted}, which "
-                f"the engine did not load because it was started with boundary_ratio = {self.od_config.boundary_ratio}"
-            )
-        return wanted, scale
+        expert: Expert = "transformer_2" if low_noise and "transformer_2" in self.checkpoint.experts else "transformer"
+        return expert, scale
 
     def _predict(
         self, latents: torch.Tensor, timestep: torch.Tensor, expert: Expert, scale: float, trajectory: Trajectory
@@ -393,11 +435,11 @@ class NeuronWanPipeline(
 
 
 @contextlib.contextmanager
-def _all_cores() -> Iterator[None]:
-    """In CPU mode, let this rank use the cores of the ranks that wait for it."""
-    before = torch.get_num_threads()
-    if is_cpu_mode():
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+def _waiting_ranks_cores() -> Iterator[None]:
+    """In CPU mode, let this rank also use the threads of the ranks that wait for it."""
+    before, world = torch.get_num_threads(), get_topology().world_size
+    if is_cpu_mode() and world > 1:
+        torch.set_num_threads(min(before * world, len(os.sched_getaffinity(0))))
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request asks for, after defaults, engine settings and checks: one frozen object that the pipeline follows.
 
-Every setting is looked up in one order: the request, then the engine's configuration, then the checkpoint, then the
-default here.
+Every setting is looked up in one order: the request, then the engine's configuration, then (for `boundary_ratio`) the
+checkpoint's index, then the default here.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def resolve_request(prompt: Any, sampling_params: Any, defaults: EngineDefaults)
     # "Not given" is 1 in vLLM-Omni's parameters, the right count for an image; a video has Wan's 81.
     frames = sampling_params.num_frames
     if frames is None or frames == 1:
-        frames = extra.get("num_frames", DEFAULT_NUM_FRAMES)
-    outputs = sampling_params.num_outputs_per_prompt or 1
+        frames = _first(extra.get("num_frames"), DEFAULT_NUM_FRAMES)
+    outputs = _first(sampling_params.num_outputs_per_prompt, 1)
     if outputs != 1:
         raise RequestError(f"num_outputs_per_prompt = {outputs}: this version makes one video a request; send several")
 
@@ -150,15 +150,19 @@ def _first(*values: Any) -> Any:
 def _prompts(prompt: Any) -> tuple[str, str]:
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
-    if (prompt.get("multi_modal_data") or {}).get("image") is not None:
-        raise RequestError("the request carries an image; this version makes videos from text only (T2V)")
+    media = [name for name, value in (prompt.get("multi_modal_data") or {}).items() if value is not None]
+    if media:
+        raise RequestError(f"the request carries {', '.join(media)}; this version makes videos from text only (T2V)")
     for name in ("prompt_embeds", "negative_prompt_embeds"):
         if prompt.get(name) is not None:
             raise RequestError(f"{name} is given; this version encodes the prompt itself, pass `prompt`")
     text = prompt.get("prompt")
     if not isinstance(text, str) or not text.strip():
         raise RequestError(f"prompt = {text!r}: a text that is not empty is needed")
-    return text, prompt.get("negative_prompt") or ""
+    negative = prompt.get("negative_prompt") or ""
+    if not isinstance(negative, str):
+        raise RequestError(f"negative_prompt = {negative!r}: a text is needed")
+    return text, negative
 
 
 def _scale(name: str, value: float | None, provided: bool) -> float | None:

@@ -47,14 +47,14 @@ class UMT5LayerNorm(nn.Module):
         return (scaled * self.weight.float()).to(hidden.dtype)
 
 
-def relative_position_buckets(length: int, num_buckets: int, max_distance: int) -> torch.Tensor:
-    """The bucket `[length, length]` int64 of every (query, key) distance, both directions (Raffel et al. 2020, 2.1).
+def relative_position_buckets(num_buckets: int, max_distance: int) -> torch.Tensor:
+    """The bucket (int64) of every distance from −max_distance to max_distance, keys after the query being positive.
 
     Half of the buckets are for keys after the query. In each half the first half are exact distances, the rest grow
-    logarithmically up to `max_distance`.
+    logarithmically; from `max_distance` on it is the last one (Raffel et al. 2020, section 2.1). A table, so that the
+    logarithm is taken on the CPU and once.
     """
-    positions = torch.arange(length, device="cpu")
-    distance = positions[None, :] - positions[:, None]
+    distance = torch.arange(-max_distance, max_distance + 1, device="cpu")
     half = num_buckets // 2
     exact = half // 2
     magnitude = distance.abs()
@@ -71,7 +71,8 @@ class UMT5RelativePositionBias(nn.Module):
         super().__init__()
         heads = shard_size(config.num_heads, group.size)
         self.weight = nn.Parameter(torch.empty(config.relative_attention_num_buckets, heads), requires_grad=False)
-        set_weight_loader(self.weight, sharding_weight_loader(1, heads, group.size, pad_shard=True))
+        loader = sharding_weight_loader(1, heads, group.size, full_size=config.num_heads)
+        set_weight_loader(self.weight, loader)
 
     def forward(self, buckets: torch.Tensor) -> torch.Tensor:
         """Buckets `[L, L]` to `[1, N / tp, L, L]`."""
@@ -84,12 +85,11 @@ class UMT5SelfAttention(nn.Module):
     def __init__(self, config: UMT5Config, group: AxisGroup):
         super().__init__()
         self.head_dim = config.d_kv
-        # Whole heads a rank: pad the head count, then the projections follow.
-        inner = shard_size(config.num_heads, group.size) * group.size * config.d_kv
-        self.q = ColumnParallelLinear(config.d_model, inner, bias=False, group=group)
-        self.k = ColumnParallelLinear(config.d_model, inner, bias=False, group=group)
-        self.v = ColumnParallelLinear(config.d_model, inner, bias=False, group=group)
-        self.o = RowParallelLinear(inner, config.d_model, bias=False, group=group)
+        inner, head = config.num_heads * config.d_kv, config.d_kv
+        self.q = ColumnParallelLinear(config.d_model, inner, bias=False, multiple_of=head, group=group)
+        self.k = ColumnParallelLinear(config.d_model, inner, bias=False, multiple_of=head, group=group)
+        self.v = ColumnParallelLinear(config.d_model, inner, bias=False, multiple_of=head, group=group)
+        self.o = RowParallelLinear(inner, config.d_model, bias=False, multiple_of=head, group=group)
         self.relative_attention_bias = UMT5RelativePositionBias(config, group)
 
     def forward(self, hidden: torch.Tensor, buckets: torch.Tensor, mask_bias: torch.Tensor) -> torch.Tensor:
@@ -148,6 +148,10 @@ class NeuronTextEncoderWrapper(nn.Module):
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.d_model, group=group)
         self.blocks = nn.ModuleList(UMT5Block(config, group) for _ in range(config.num_layers))
         self.final_norm = UMT5LayerNorm(config.d_model, config.layer_norm_epsilon)
+        self.max_distance = config.relative_attention_max_distance
+        table = relative_position_buckets(config.relative_attention_num_buckets, self.max_distance)
+        self.register_buffer("buckets", table, persistent=False)
+        self.buckets: torch.Tensor
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,9 +168,9 @@ class NeuronTextEncoderWrapper(nn.Module):
         Returns:
             The hidden states; those of padded positions are set to zero inside the graph, as Wan expects them.
         """
-        buckets = relative_position_buckets(
-            input_ids.shape[1], self.config.relative_attention_num_buckets, self.config.relative_attention_max_distance
-        ).to(input_ids.device)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        distance = positions[None, :] - positions[:, None]
+        buckets = self.buckets[distance.clamp(-self.max_distance, self.max_distance) + self.max_distance]
         keep = attention_mask.to(self.dtype)
         mask_bias = (1.0 - keep)[:, None, None, :] * torch.finfo(self.dtype).min
         hidden = self.embedding(input_ids)

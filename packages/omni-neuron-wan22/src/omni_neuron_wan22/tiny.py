@@ -25,7 +25,8 @@ class TinyWan:
         z_dim: latent channels.
         text_dim, text_heads, text_layers, text_ffn_dim: of the UMT5 encoder.
         vae_base_dim: channels of the VAE at full resolution.
-        boundary_ratio, flow_shift: written into the index and the scheduler's configuration.
+        boundary_ratio: written into the index.
+        flow_shift: written into the scheduler's configuration, which diffusers reads and this package does not.
         experts: 2, or 1 for a checkpoint without `transformer_2`.
         seed: of the weights.
         dtype: of the weights on disk.

@@ -80,6 +80,8 @@ def sharding_weight_loader(
     num_shards: int,
     is_storage_transposed: bool = False,
     pad_shard: bool = False,
+    *,
+    full_size: int | None = None,
 ) -> SafetensorsWeightLoader:
     """One tensor, cut along one dim; shard `rank % num_shards` is read.
 
@@ -91,11 +93,16 @@ def sharding_weight_loader(
         is_storage_transposed: the checkpoint holds the transpose, `[in, out]`; tensors of at most two dims.
         pad_shard: the tensor may be smaller than `shard_size * num_shards`; zeros fill the last shards. Otherwise the
             sizes must agree exactly.
+        full_size: the tensor's own size along that dim, where it is known: it must be exactly that, and what is missing
+            to `shard_size * num_shards` is filled with zeros. Prefer it to `pad_shard`, which takes a short tensor for
+            one that needs padding.
     """
 
     def transform(slices: Sequence[TensorSlice], rank: int) -> Tensor:
         [whole] = _exactly(slices, 1, "a sharded parameter")
-        return _shard(whole, rank % num_shards, shard_dim, shard_size, num_shards, is_storage_transposed, pad_shard)
+        return _shard(
+            whole, rank % num_shards, shard_dim, shard_size, num_shards, is_storage_transposed, pad_shard, full_size
+        )
 
     return SafetensorsWeightLoader(transform)
 
@@ -152,7 +159,14 @@ def scaled_bias_loader(scale: float, padded_size: int | None = None) -> Safetens
 
 
 def _shard(
-    whole: TensorSlice, index: int, dim: int, shard_size: int, num_shards: int, transposed: bool, pad: bool
+    whole: TensorSlice,
+    index: int,
+    dim: int,
+    shard_size: int,
+    num_shards: int,
+    transposed: bool,
+    pad: bool,
+    full_size: int | None = None,
 ) -> Tensor:
     shape = whole.get_shape()
     if transposed and len(shape) > 2:
@@ -161,8 +175,9 @@ def _shard(
         raise ValueError(f"there is no dim {dim} to shard in shape {shape}")
     stored_dim = len(shape) - 1 - dim if transposed else dim
     size, needed = shape[stored_dim], shard_size * num_shards
-    if size != needed and not (pad and 0 < size < needed):
-        expected = f"at most {needed}" if pad else str(needed)
+    fits = size == full_size if full_size is not None else size == needed or (pad and 0 < size < needed)
+    if not fits or size > needed:
+        expected = str(full_size) if full_size is not None else f"at most {needed}" if pad else str(needed)
         raise ValueError(
             f"dim {stored_dim} of shape {shape} holds {size}, expected {expected} ({num_shards} shards of {shard_size})"
         )

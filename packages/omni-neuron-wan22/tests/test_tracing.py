@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request calls traces into full graphs with static shapes, as a compile backend on a device needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from wan22_reference import make_pipeline
+
+SETTINGS = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 4, "max_sequence_length": 16}
+
+
+@pytest.fixture
+def graphs() -> list[torch.fx.GraphModule]:
+    torch._dynamo.reset()
+    return []
+
+
+@pytest.fixture
+def backend(graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
+    """A backend that runs a graph as it is and remembers it."""
+
+    def run_as_is(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    return run_as_is
+
+
+def generate(pipeline: Any) -> torch.Tensor:
+    from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+    request = pipeline.resolve("a cat", OmniDiffusionSamplingParams(seed=1, **SETTINGS))
+    return pipeline.decode(pipeline.diffuse(pipeline.prepare_latents(request), pipeline.encode(request)))
+
+
+def test_a_compiled_pipeline_is_a_few_full_graphs_and_the_same_video(
+    tiny: Path, graphs: list[torch.fx.GraphModule], backend: Callable[..., Any]
+) -> None:
+    pipeline = make_pipeline(str(tiny), torch.float32)
+    eager = generate(pipeline)
+    pipeline.compile(backend=backend)
+    compiled = generate(pipeline)
+    # Text encoder; a projection of the text and a forward for each expert; the decoder's first and later chunks. Fewer
+    # where Dynamo sees that the experts are alike: weights are inputs of a graph.
+    count = len(graphs)
+    assert 5 <= count <= 7
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+    again = generate(pipeline)
+    assert torch.equal(again, compiled)
+    assert len(graphs) == count  # nothing is compiled twice, for other steps, prompts or chunks
+
+
+def test_no_graph_reads_the_cpu(tiny: Path, graphs: list[torch.fx.GraphModule], backend: Callable[..., Any]) -> None:
+    """A tensor that a graph makes on the CPU would be a copy to the device on every call."""
+    pipeline = make_pipeline(str(tiny), torch.float32)
+    pipeline.compile(backend=backend)
+    generate(pipeline)
+    code = "\n".join(graph.code for graph in graphs)
+    assert ".to('cpu')" not in code
+    assert ".cpu()" not in code
+    assert ".item()" not in code
