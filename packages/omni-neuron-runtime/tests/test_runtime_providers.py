@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from omni_neuron_runtime import ProviderError, discover_providers, providers
+from omni_neuron_runtime import ProviderError, discover_providers, distribution_precedence, providers
 
 GROUP = "vllm_omni_neuron.models.test"
 
@@ -51,6 +51,25 @@ def test_discovery_imports_nothing_and_is_sorted(install):
     assert toy.load() == toy.load() == 7
     assert toy.status == "loaded"
     assert len(found) == 3
+
+
+def test_a_distribution_may_be_out_of_reach_of_the_filter(install, caplog, monkeypatch):
+    install("omni-neuron-one", "1.0", {"ours": "nowhere"})
+    install("zeta-models", "1.0", {"theirs": "nowhere"})
+    monkeypatch.setenv("VLLM_PLUGINS", "neuron")
+    found = discover_providers(GROUP, unfiltered=("omni-neuron-one",))
+    assert _table(found) == [("ours", "omni-neuron-one", "found"), ("theirs", "zeta-models", "filtered")]
+    assert "omni-neuron-one" not in caplog.text
+
+
+def test_precedence_is_others_first_then_the_normalised_name():
+    names = ["vllm_omni_neuron", "Omni.Neuron-wan22", "zeta", "Acme_Models"]
+    assert sorted(names, key=distribution_precedence) == [
+        "Acme_Models",
+        "zeta",
+        "Omni.Neuron-wan22",
+        "vllm_omni_neuron",
+    ]
 
 
 def test_no_providers():

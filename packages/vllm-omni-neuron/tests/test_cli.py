@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vllm_omni_neuron import __version__
+from vllm_omni_neuron import __version__, shared_memory
 from vllm_omni_neuron.cli import app, checks
 from vllm_omni_neuron.cli.checks import Report
 
@@ -130,12 +130,20 @@ def test_small_shared_memory(healthy: pytest.MonkeyPatch, cpu_mode: str, list_na
     report = Report()
     checks.check_shared_memory(report)
     [message] = getattr(report, list_name)
-    assert "holds 0.07 GB, less than the documented 2 GB" in message
+    assert "/dev/shm has 64 MiB free of 64 MiB, 1024 MiB are advised" in message
     assert "--shm-size=2g" in message
 
 
+def test_shared_memory_that_stops_an_engine_is_a_problem_in_cpu_mode_too(healthy: pytest.MonkeyPatch) -> None:
+    healthy.setattr(shutil, "disk_usage", lambda path: Usage(64 * 2**20, 0, 2**20))
+    report = Report()
+    checks.check_shared_memory(report)
+    [message] = report.problems
+    assert "1 MiB free of 64 MiB, at least 16 MiB are needed" in message
+
+
 def test_no_shared_memory(healthy: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    healthy.setattr(checks, "SHARED_MEMORY", tmp_path / "none")
+    healthy.setattr(shared_memory, "PATH", tmp_path / "none")
     report = Report()
     checks.check_shared_memory(report)
     assert "there is no" in report.problems[0]

@@ -140,9 +140,7 @@ def test_an_inactive_plugin_is_said_before_the_engine(
     assert fake_engine.request is None
 
 
-def test_a_hub_name_is_refused_with_the_command_that_makes_a_folder(
-    arguments: list[str], fake_engine: Engine
-) -> None:
+def test_a_hub_name_is_refused_with_the_command_that_makes_a_folder(arguments: list[str], fake_engine: Engine) -> None:
     name = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
     _, stderr = run([*arguments, "--model", name], code=2)
     assert f"hf download {name} --local-dir Wan2.2-T2V-A14B-Diffusers" in stderr

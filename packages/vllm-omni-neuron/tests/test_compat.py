@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import subprocess
@@ -55,6 +56,16 @@ def test_a_result_that_cannot_be_packed_is_an_error_and_not_the_last(monkeypatch
     assert "No space left on device" in proc.sent[0].error
     assert proc.sent[1].error is None
     assert proc._async_output_pending == 0
+
+
+def test_loggers_of_model_packages_write_where_vllms_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "OUR_LOGGERS", ())  # other tests read them through the root logger
+    model, own = logging.getLogger("acme_toy_of_this_test"), logging.getLogger("acme_own_handler_of_this_test")
+    own.addHandler(logging.NullHandler())
+    compat.share_vllm_log_handlers(model.name, own.name, "vllm")
+    assert model.parent is logging.getLogger("vllm")
+    assert own.parent is logging.getLogger()  # it has somewhere to write
+    assert logging.getLogger("vllm").parent is logging.getLogger()
 
 
 def test_collective_timeout_is_for_the_time_of_the_call() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_omni_neuron import WorkerDiedError, WorkerStartupError, executor, preflight, startup
+from vllm_omni_neuron import WorkerDiedError, WorkerStartupError, executor, preflight, shared_memory, startup
 
 SPAWN = mp.get_context("spawn")
 
@@ -291,8 +291,7 @@ def test_axes_without_a_layout_are_refused(name: str) -> None:
 
 
 def shm_of(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    stats = types.SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=64 << 20)
-    monkeypatch.setattr(preflight.os, "statvfs", lambda _: stats)
+    monkeypatch.setattr(shared_memory, "space", lambda: shared_memory.Space(free, 64 << 20))
 
 
 def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

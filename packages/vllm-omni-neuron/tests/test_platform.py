@@ -73,6 +73,36 @@ def test_ranges_of_devices_are_written_out_for_vllm_omni(monkeypatch: pytest.Mon
     assert os.environ["NEURON_VISIBLE_DEVICES"] == "0,1,2,3,7"
 
 
+def test_the_neuron_runtimes_own_list_counts_where_ours_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "")  # vLLM-Omni's variable is set below; this restores it
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-6")
+    NeuronOmniPlatform()
+    assert os.environ["NEURON_VISIBLE_DEVICES"] == "4,5,6"
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "1")
+    NeuronOmniPlatform()
+    assert os.environ["NEURON_VISIBLE_DEVICES"] == "1"
+
+
+def test_the_cpu_is_one_device_that_is_always_there() -> None:
+    from vllm_omni.diffusion.distributed.utils import get_local_device
+
+    platform = NeuronOmniPlatform()
+    assert (platform.is_initialized(), platform.current_device()) == (True, 0)
+    assert get_local_device() == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("on_device")
+def test_every_rank_has_index_0_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the documented policy; no device has seen it."""
+    platform = NeuronOmniPlatform()
+    monkeypatch.setattr(torch, "device", lambda *arguments: arguments)  # torch does not know the name without Lite
+    assert [platform.get_torch_device(rank) for rank in (None, 0, 3)] == [("neuron", 0)] * 3
+    monkeypatch.delattr(torch, "neuron", raising=False)
+    assert (platform.is_initialized(), platform.current_device()) == (False, 0)
+    monkeypatch.setattr(torch, "neuron", object(), raising=False)
+    assert platform.is_initialized()
+
+
 @pytest.mark.usefixtures("on_device")
 def test_on_a_device() -> None:
     platform = NeuronOmniPlatform()

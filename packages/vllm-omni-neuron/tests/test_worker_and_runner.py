@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import types
 from pathlib import Path
 from typing import Any, ClassVar
@@ -192,6 +194,36 @@ def test_order_of_device_initialisation(monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
+@pytest.mark.parametrize(("before", "after"), [(None, None), ("4-5", "4,5")])
+def test_the_visible_cores_are_given_back(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, after: str | None
+) -> None:
+    """A single rank runs in the caller's process: neither its end nor its failure may spoil the next engine."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", before or "")
+    if before is None:
+        monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
+    monkeypatch.delenv("NEURON_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(runtime, "is_cpu_mode", lambda: False)
+    monkeypatch.setattr(
+        runtime, "initialize_device_runtime", lambda core, _: os.environ.update(NEURON_RT_VISIBLE_CORES=str(core))
+    )
+    monkeypatch.setattr(NeuronDiffusionWorker, "_init_groups", lambda _self: None)
+    monkeypatch.setattr(diffusion_worker.DiffusionWorker, "shutdown", lambda _self: None)
+    instance = worker_of(num_gpus=1)
+    instance.init_device()
+    assert os.environ["NEURON_RT_VISIBLE_CORES"] == ("4" if before else "0")
+    instance.shutdown()
+    assert os.environ.get("NEURON_RT_VISIBLE_CORES") == after
+
+    def fail(_self: Any) -> None:
+        raise RuntimeError("no rendezvous")
+
+    monkeypatch.setattr(NeuronDiffusionWorker, "_init_groups", fail)
+    with pytest.raises(RuntimeError, match="no rendezvous"):
+        worker_of(num_gpus=1).init_device()
+    assert os.environ.get("NEURON_RT_VISIBLE_CORES") == after
+
+
 def provider(distribution: str) -> Any:
     return types.SimpleNamespace(distribution=distribution, load=lambda: lambda: distribution)
 
@@ -200,7 +232,7 @@ def test_parallel_layer_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     from omni_neuron_parallel import ParallelProvider
 
     found: list[Any] = []
-    monkeypatch.setattr(runtime, "discover_providers", lambda _group: types.SimpleNamespace(usable=lambda: found))
+    monkeypatch.setattr(runtime, "discover_providers", lambda *_, **__: types.SimpleNamespace(usable=lambda: found))
     assert isinstance(worker.load_parallel_provider(), ParallelProvider)  # also where VLLM_PLUGINS drops ours
     found.append(provider("omni-neuron-parallel"))
     assert isinstance(worker.load_parallel_provider(), ParallelProvider)
@@ -209,6 +241,17 @@ def test_parallel_layer_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     found.append(provider("zeta"))
     with pytest.raises(RuntimeError, match="several distributions offer a parallel layer"):
         worker.load_parallel_provider()
+
+
+def test_a_filter_that_does_not_name_our_parallel_layer_is_no_news(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from omni_neuron_parallel import ParallelProvider
+
+    monkeypatch.setenv("VLLM_PLUGINS", "neuron,wan22")
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(worker.load_parallel_provider(), ParallelProvider)
+    assert "is left out" not in caplog.text
 
 
 def test_lora_and_sleep_are_refused_clearly() -> None:
@@ -222,6 +265,13 @@ def test_lora_and_sleep_are_refused_clearly() -> None:
     )
     with pytest.raises(NotImplementedError, match="the request's adapter 'style'"):
         instance.execute_model(request, None)
+    scheduled = types.SimpleNamespace(scheduled_new_reqs=[types.SimpleNamespace(req=request)])
+    with pytest.raises(NotImplementedError, match="the request's adapter 'style'"):
+        instance.execute_model(scheduled.scheduled_new_reqs, None)
+    with pytest.raises(NotImplementedError, match="the request's adapter 'style'"):
+        instance.execute_model_batch(scheduled, None)
+    with pytest.raises(NotImplementedError, match="the request's adapter 'style'"):
+        instance.execute_stepwise(scheduled)
     with pytest.raises(NotImplementedError, match="enable_sleep_mode=True: sleep mode is not supported"):
         instance.init_device()
     with pytest.raises(NotImplementedError, match=r"sleep\(level=2\)"):

@@ -18,7 +18,13 @@ from omni_neuron_runtime.devices import (
     visible_cores,
 )
 from omni_neuron_runtime.env import EnvironmentVariableError, EnvVar
-from omni_neuron_runtime.providers import Provider, ProviderError, ProviderSet, discover_providers
+from omni_neuron_runtime.providers import (
+    Provider,
+    ProviderError,
+    ProviderSet,
+    discover_providers,
+    distribution_precedence,
+)
 from omni_neuron_runtime.seam import (
     NeuronPackageError,
     get_compile_backend,
@@ -58,6 +64,7 @@ __all__ = [
     "__version__",
     "device_count",
     "discover_providers",
+    "distribution_precedence",
     "env",
     "fused_qkv_weight_loader",
     "get_compile_backend",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal
@@ -128,16 +128,20 @@ class ProviderSet:
         return loaded
 
 
-def discover_providers(group: str) -> ProviderSet:
+def discover_providers(group: str, *, unfiltered: Collection[str] = ()) -> ProviderSet:
     """The providers that installed distributions declare in `group`. Imports none of them.
 
     Names that VLLM_PLUGINS drops and names claimed twice are said in a warning, once per process.
+
+    Args:
+        group: the entry-point group.
+        unfiltered: distributions that VLLM_PLUGINS does not apply to, because the caller uses them in any case.
     """
     providers = sorted(_declared(group), key=_order)
     allowed: list[str] | None = env.get("VLLM_PLUGINS")
     used: dict[str, Provider] = {}
     for provider in providers:
-        if allowed is not None and provider.name not in allowed:
+        if allowed is not None and provider.name not in allowed and provider.distribution not in unfiltered:
             provider.status = "filtered"
             provider.reason = f"VLLM_PLUGINS={','.join(allowed)!r} does not name {provider.name!r}"
             _warn_once(f"{provider} is left out: {provider.reason}")
@@ -177,10 +181,15 @@ def _place(distribution: metadata.Distribution) -> str:
     return str(getattr(distribution, "_path", distribution))
 
 
-def _order(provider: Provider) -> tuple[str, bool, str, str]:
-    distribution = _normalised(provider.distribution)
+def distribution_precedence(name: str) -> tuple[bool, str]:
+    """Sort key of a distribution among those that claim the same thing: others before ours, then by normalised name."""
+    distribution = _normalised(name)
     ours = distribution == "vllm-omni-neuron" or distribution.startswith("omni-neuron-")
-    return provider.name, ours, distribution, provider.value
+    return ours, distribution
+
+
+def _order(provider: Provider) -> tuple[str, bool, str, str]:
+    return provider.name, *distribution_precedence(provider.distribution), provider.value
 
 
 def _normalised(name: str) -> str:

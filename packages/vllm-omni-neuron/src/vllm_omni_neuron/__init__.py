@@ -141,4 +141,6 @@ def register_neuron_pipelines() -> None:
     list_visible_devices()
     share_vllm_log_handlers()
     apply_engine_patches()
-    register_models()
+    # A model package's warnings then look like vLLM's, with level and rank.
+    used = [model.module for model in register_models() if model.status == "registered"]
+    share_vllm_log_handlers(*(module.partition(".")[0] for module in used))

@@ -63,10 +63,11 @@ OUR_LOGGERS = ("vllm_omni_neuron", "omni_neuron_runtime", "omni_neuron_parallel"
 
 def share_vllm_log_handlers(*names: str) -> None:
     """Let our loggers, and those of `names`, write where vLLM's write: vLLM configures its own name only."""
+    vllm = logging.getLogger("vllm")
     for name in (*OUR_LOGGERS, *names):
-        ours = logging.getLogger(name)
-        if not ours.handlers:
-            ours.parent = logging.getLogger("vllm")
+        logger_of_name = logging.getLogger(name)
+        if logger_of_name is not vllm and not logger_of_name.handlers:
+            logger_of_name.parent = vllm
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:

@@ -10,13 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import omni_neuron_runtime as runtime
+from vllm_omni_neuron import shared_memory
 
 logger = logging.getLogger(__name__)
-
-# Each worker's queue to the engine touches a few MiB; a video goes through in one piece (81×720×1280×3 bytes are
-# 224 MB in uint8 and four times that in float32), and AWS's documentation asks containers for 2 GiB.
-SHM_MINIMUM_BYTES = 16 << 20
-SHM_ADVISED_BYTES = 1 << 30
 
 
 def parallel_layout(parallel_config: Any) -> str:
@@ -54,26 +50,17 @@ def check_world_size(od_config: Any) -> None:
         )
 
 
-def check_shared_memory(path: str = "/dev/shm") -> None:
+def check_shared_memory() -> None:
     """Results and messages go through `/dev/shm`; writing past its end kills a process with SIGBUS.
 
     Raises:
         RuntimeError: it has less than 16 MiB left.
     """
-    stats = os.statvfs(path)
-    free, size = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
-    text = f"{path} has {free / 2**20:.0f} MiB free of {size / 2**20:.0f} MiB"
-    if free < SHM_MINIMUM_BYTES:
-        raise RuntimeError(
-            f"{text}, at least {SHM_MINIMUM_BYTES >> 20} MiB are needed for workers to exchange messages: "
-            "remove stale files from it, or start the container with --shm-size=2g"
-        )
-    if free < SHM_ADVISED_BYTES:
-        logger.warning(
-            "%s: a large video may not fit on its way from the worker and would kill it with SIGBUS; "
-            "start the container with --shm-size=2g",
-            text,
-        )
+    space = shared_memory.space()
+    if space.too_small:
+        raise RuntimeError(space.too_small)
+    if space.tight:
+        logger.warning("%s", space.tight)
 
 
 def threads_per_worker(world: int) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
-import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -188,9 +187,7 @@ def _default_module(provider: runtime.Provider, registry: Any) -> str:
 
 
 def _order(model: RegisteredModel) -> tuple[str, bool, str, str]:
-    distribution = re.sub(r"[-_.]+", "-", model.distribution).lower()
-    ours = distribution == "vllm-omni-neuron" or distribution.startswith("omni-neuron-")
-    return model.architecture, ours, distribution, model.entry_point
+    return model.architecture, *runtime.distribution_precedence(model.distribution), model.entry_point
 
 
 @functools.cache

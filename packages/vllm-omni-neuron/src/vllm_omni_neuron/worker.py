@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterable
 from typing import Any
 
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
@@ -14,6 +16,7 @@ from vllm_omni_neuron import compat, startup
 logger = logging.getLogger(__name__)
 
 PARALLEL_GROUP = "omni_neuron.parallel"
+OUR_PARALLEL_DISTRIBUTION = "omni-neuron-parallel"
 
 # Every process that runs a worker imports this module by name, before vLLM-Omni starts the worker's result thread.
 compat.apply_worker_patches()
@@ -29,8 +32,8 @@ def load_parallel_provider() -> Any:
 
     others = [
         provider
-        for provider in runtime.discover_providers(PARALLEL_GROUP).usable()
-        if provider.distribution != "omni-neuron-parallel"
+        for provider in runtime.discover_providers(PARALLEL_GROUP, unfiltered=(OUR_PARALLEL_DISTRIBUTION,)).usable()
+        if provider.distribution != OUR_PARALLEL_DISTRIBUTION
     ]
     if not others:
         # By import, not by entry point: a VLLM_PLUGINS that names models only must not take the parallel layer away.
@@ -48,6 +51,8 @@ class NeuronDiffusionWorker(DiffusionWorker):
     """One rank on one NeuronCore, or on the CPU in CPU mode."""
 
     _parallel: Any = None
+    _bound = False
+    _cores_before: list[int] | None = None
 
     def init_device(self) -> None:
         """Bind the device, make vLLM-Omni's process groups, let the parallel layer adopt them, restore `F.gelu`.
@@ -61,10 +66,32 @@ class NeuronDiffusionWorker(DiffusionWorker):
         if getattr(self.od_config, "enable_sleep_mode", False):
             raise NotImplementedError(_no_sleep("enable_sleep_mode=True"))
         startup.report_phase(startup.DEVICE)
+        try:
+            if not runtime.is_cpu_mode():
+                self._bind_core()
+            self._init_groups()
+        except BaseException:  # vLLM-Omni calls `shutdown` only for a worker that got past this method
+            self._restore_visible_cores()
+            raise
+        compat.restore_gelu()
+
+    def _bind_core(self) -> None:
         world = self.od_config.num_gpus
-        if not runtime.is_cpu_mode():
-            cores = runtime.visible_cores() or list(range(world))
-            runtime.initialize_device_runtime(cores[self.rank], world)
+        cores = runtime.visible_cores() or list(range(world))
+        self._bound, self._cores_before = True, runtime.env.get("NEURON_RT_VISIBLE_CORES")
+        runtime.initialize_device_runtime(cores[self.rank], world)
+
+    def _restore_visible_cores(self) -> None:
+        """Give NEURON_RT_VISIBLE_CORES back: a single rank runs in the caller's process, which may start others."""
+        if not self._bound:
+            return
+        self._bound = False
+        if self._cores_before is not None:
+            os.environ["NEURON_RT_VISIBLE_CORES"] = ",".join(str(core) for core in self._cores_before)
+        elif runtime.env.is_set("NEURON_RT_VISIBLE_CORES"):
+            del os.environ["NEURON_RT_VISIBLE_CORES"]
+
+    def _init_groups(self) -> None:
         with compat.collective_timeout(float(runtime.env.get("OMNI_NEURON_COLLECTIVE_TIMEOUT_S"))):
             super().init_device()
             sizes = self.od_config.parallel_config
@@ -72,7 +99,6 @@ class NeuronDiffusionWorker(DiffusionWorker):
             self._parallel.initialize_from_vllm_omni(
                 tp=sizes.tensor_parallel_size, cp=sizes.sequence_parallel_size, cfg=sizes.cfg_parallel_size
             )
-        compat.restore_gelu()
 
     def load_model(self, load_format: str = "default", custom_pipeline_name: str | None = None, **kwargs: Any) -> None:
         """As vLLM-Omni's, after telling the engine that this phase begins."""
@@ -80,11 +106,12 @@ class NeuronDiffusionWorker(DiffusionWorker):
         super().load_model(load_format, custom_pipeline_name, **kwargs)
 
     def shutdown(self) -> None:
-        """Forget the adopted groups, then release what vLLM-Omni's worker holds."""
+        """Forget the adopted groups, release what vLLM-Omni's worker holds, and give the environment back."""
         if self._parallel is not None:
             self._parallel.destroy()
             self._parallel = None
         super().shutdown()
+        self._restore_visible_cores()
 
     # Tensor capture, through `collective_rpc`
 
@@ -121,12 +148,26 @@ class NeuronDiffusionWorker(DiffusionWorker):
         Raises:
             NotImplementedError: the request names a LoRA adapter, which vLLM-Omni would ignore in silence.
         """
-        requests = [new_request.req for new_request in req] if isinstance(req, list) else [req]
-        for request in requests:
-            lora = request.sampling_params.lora_request
-            if lora is not None:
-                raise NotImplementedError(_no_lora(f"the request's adapter {lora.lora_name!r}"))
+        _refuse_lora([new_request.req for new_request in req] if isinstance(req, list) else [req])
         return super().execute_model(req, *args, **kwargs)
+
+    def execute_model_batch(self, scheduler_output: Any, od_config: Any) -> Any:
+        """As vLLM-Omni's.
+
+        Raises:
+            NotImplementedError: as `execute_model`.
+        """
+        _refuse_lora(new_request.req for new_request in scheduler_output.scheduled_new_reqs)
+        return super().execute_model_batch(scheduler_output, od_config)
+
+    def execute_stepwise(self, scheduler_output: Any) -> Any:
+        """As vLLM-Omni's.
+
+        Raises:
+            NotImplementedError: as `execute_model`.
+        """
+        _refuse_lora(new_request.req for new_request in scheduler_output.scheduled_new_reqs)
+        return super().execute_stepwise(scheduler_output)
 
     def sleep(self, level: int = 1) -> int:
         """Refused.
@@ -143,6 +184,13 @@ class NeuronDiffusionWorker(DiffusionWorker):
             NotImplementedError: always.
         """
         raise NotImplementedError(_no_sleep("wake_up()"))
+
+
+def _refuse_lora(requests: Iterable[Any]) -> None:
+    for request in requests:
+        lora = request.sampling_params.lora_request
+        if lora is not None:
+            raise NotImplementedError(_no_lora(f"the request's adapter {lora.lora_name!r}"))
 
 
 def _no_lora(what: str) -> str:

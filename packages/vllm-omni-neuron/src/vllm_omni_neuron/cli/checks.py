@@ -11,19 +11,20 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
+
+from vllm_omni_neuron import shared_memory
 
 from .models import describe
 
 DISTRIBUTION = "vllm-omni-neuron"
 OPTIONAL_PACKAGES = ("omni-neuron-wan22", "omni-neuron-kernels", "omni-neuron-nkisim", "omni-neuron-testkit")
+PARALLEL_DISTRIBUTION = "omni-neuron-parallel"  # the worker uses it whatever VLLM_PLUGINS names
 LIBRARIES = ("transformers", "diffusers", "safetensors")
 ENTRY_POINT_GROUPS = (
     "vllm_omni.platform_plugins",
@@ -35,9 +36,6 @@ ENTRY_POINT_GROUPS = (
     "torch_dynamo_backends",
 )
 OUR_OMNI_PLATFORM = "vllm_omni_neuron.platforms.omni_platform.NeuronOmniPlatform"
-
-SHARED_MEMORY = Path("/dev/shm")
-SHARED_MEMORY_NEEDED = 2 * 10**9  # the vendor's documentation asks containers for --shm-size=2g
 
 PROBE_SECONDS = 300
 _PROBE_MARK = "vllm-omni-neuron-probe:"
@@ -160,7 +158,7 @@ def check_entry_points(report: Report) -> list[dict[str, Any]]:
 
     rows = []
     for group in ENTRY_POINT_GROUPS:
-        providers = runtime.discover_providers(group)
+        providers = runtime.discover_providers(group, unfiltered=(PARALLEL_DISTRIBUTION,))
         providers.load_all()
         for provider in providers:
             rows.append(
@@ -202,11 +200,14 @@ def check_models(report: Report) -> list[dict[str, Any]]:
 
 def check_plugin_filter(report: Report) -> dict[str, Any]:
     """What VLLM_PLUGINS lets through."""
-    value = os.environ.get("VLLM_PLUGINS")
-    if value is None:
+    from omni_neuron_runtime import env
+
+    names = env.get("VLLM_PLUGINS")
+    if names is None:
         return {"value": None, "unknown": []}
     rows = report.sections.get("entry_points") or []
-    allowed = [name.strip() for name in value.split(",") if name.strip()]
+    value = ",".join(names)
+    allowed = [name.strip() for name in names if name.strip()]
     known = {row["name"] for row in rows}
     unknown = [name for name in allowed if name not in known]
     for name in unknown:
@@ -223,27 +224,16 @@ def check_plugin_filter(report: Report) -> dict[str, Any]:
 
 def check_shared_memory(report: Report) -> dict[str, Any]:
     """Ranks exchange tensors through /dev/shm; one that is too small kills them with SIGBUS."""
-    if not SHARED_MEMORY.is_dir():
-        report.problems.append(f"there is no {SHARED_MEMORY}; worker processes exchange tensors through it")
-        return {
-            "path": str(SHARED_MEMORY),
-            "total_bytes": None,
-            "free_bytes": None,
-            "needed_bytes": SHARED_MEMORY_NEEDED,
-        }
-    usage = shutil.disk_usage(SHARED_MEMORY)
-    if usage.total < SHARED_MEMORY_NEEDED:
-        message = (
-            f"{SHARED_MEMORY} holds {usage.total / 1e9:.2f} GB, less than the documented 2 GB: a large video ends in "
-            "SIGBUS; start the container with --shm-size=2g"
-        )
-        (report.notes if _cpu_mode() else report.problems).append(message)
-    return {
-        "path": str(SHARED_MEMORY),
-        "total_bytes": usage.total,
-        "free_bytes": usage.free,
-        "needed_bytes": SHARED_MEMORY_NEEDED,
-    }
+    section = {"path": str(shared_memory.PATH), "needed_free_bytes": shared_memory.ADVISED_FREE_BYTES}
+    if not shared_memory.PATH.is_dir():
+        report.problems.append(f"there is no {shared_memory.PATH}; worker processes exchange tensors through it")
+        return {**section, "total_bytes": None, "free_bytes": None}
+    space = shared_memory.space()
+    if space.too_small:
+        report.problems.append(space.too_small)
+    elif space.tight:
+        (report.notes if _cpu_mode() else report.problems).append(space.tight)
+    return {**section, "total_bytes": space.total, "free_bytes": space.free}
 
 
 def _cpu_mode() -> bool:

@@ -79,13 +79,13 @@ def _environment(rows: list[dict[str, Any]]) -> Iterator[RenderableType]:
 
 
 def _shared_memory(section: dict[str, Any]) -> Iterator[RenderableType]:
-    total, needed = section["total_bytes"], section["needed_bytes"]
-    if total is None:
+    free, needed = section["free_bytes"], section["needed_free_bytes"]
+    if free is None:
         yield f"  {section['path']} is missing"
         return
-    verdict = "enough" if total >= needed else "too small"
-    sizes = f"{total / 1e9:.2f} GB, {section['free_bytes'] / 1e9:.2f} GB free"
-    yield f"  {section['path']} {sizes}: {verdict} (documented need: {needed / 1e9:g} GB)"
+    verdict = "enough" if free >= needed else "too small"
+    sizes = f"{section['total_bytes'] / 2**20:.0f} MiB, {free / 2**20:.0f} MiB free"
+    yield f"  {section['path']} {sizes}: {verdict} (advised: {needed >> 20} MiB free)"
 
 
 def _entry_points(rows: list[dict[str, Any]]) -> Iterator[RenderableType]:

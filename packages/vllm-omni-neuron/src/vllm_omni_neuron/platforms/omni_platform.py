@@ -8,7 +8,7 @@ from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBa
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 import omni_neuron_runtime as runtime
-from vllm_omni_neuron.platforms.vllm_platform import NeuronPlatform
+from vllm_omni_neuron.platforms.vllm_platform import DEVICE_INDEX, NeuronPlatform
 from vllm_omni_neuron.registry import declare_output_types
 
 # What `--diffusion-attention-backend` may name here; all of them are torch's scaled_dot_product_attention.
@@ -70,7 +70,7 @@ class NeuronOmniPlatform(NeuronPlatform, OmniPlatform):
 
     @classmethod
     def get_compile_backend(cls) -> str | None:
-        """Name of the `torch.compile` backend; None in CPU mode unless a backend that runs on the CPU is asked for."""
+        """Name of the `torch.compile` backend; None in CPU mode, where nothing is compiled."""
         return runtime.get_compile_backend()
 
     @classmethod
@@ -80,10 +80,8 @@ class NeuronOmniPlatform(NeuronPlatform, OmniPlatform):
 
     @classmethod
     def get_torch_device(cls, local_rank: int | None = None) -> torch.device:
-        """`cpu` in CPU mode, else the core of `local_rank`."""
-        if runtime.is_cpu_mode():
-            return torch.device("cpu")
-        return torch.device("neuron") if local_rank is None else torch.device("neuron", local_rank)
+        """`cpu` in CPU mode, else this process's one core, whatever its rank; see `DEVICE_INDEX`."""
+        return torch.device("cpu") if runtime.is_cpu_mode() else torch.device("neuron", DEVICE_INDEX)
 
     @classmethod
     def get_device_version(cls) -> str | None:

@@ -17,11 +17,19 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 import omni_neuron_runtime as runtime
 
+# A process on a device runs one rank, which its worker binds to one core before the runtime starts. The runtime numbers
+# the cores that a process sees from 0, so the index is 0 on every rank, and a core's own number is never an index.
+DEVICE_INDEX = 0
+
 
 def list_visible_devices() -> None:
-    """Write the ranges in NEURON_VISIBLE_DEVICES out, `0-3,7` as `0,1,2,3,7`: vLLM-Omni splits it at commas."""
-    if runtime.env.is_set("NEURON_VISIBLE_DEVICES"):
-        cores = runtime.env.get("NEURON_VISIBLE_DEVICES")
+    """Write the visible cores out in NEURON_VISIBLE_DEVICES, `0-3,7` as `0,1,2,3,7`.
+
+    vLLM-Omni splits that variable at commas, and does not know NEURON_RT_VISIBLE_CORES, which counts where the former
+    is unset.
+    """
+    cores = runtime.visible_cores()
+    if cores is not None:
         os.environ["NEURON_VISIBLE_DEVICES"] = ",".join(str(core) for core in cores)
 
 
@@ -116,6 +124,16 @@ class NeuronPlatform(Platform):
     @classmethod
     def set_device(cls, device: torch.device) -> None:
         """Ranks own their cores through NEURON_RT_VISIBLE_CORES, set before the runtime starts, not per call."""
+
+    @classmethod
+    def is_initialized(cls) -> bool:
+        """Whether the device is registered with torch in this process; the CPU always is."""
+        return runtime.is_cpu_mode() or hasattr(torch, "neuron")
+
+    @classmethod
+    def current_device(cls) -> int:
+        """Torch's index of this process's device; see `DEVICE_INDEX`."""
+        return DEVICE_INDEX
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from .reference import keys
 from .schema import StageConfig
@@ -85,7 +84,7 @@ def parse_stage_config(data: Any, source: str = "stage configuration") -> StageC
         raise StageConfigError(source, [_problem(details) for details in error.errors()]) from error
 
 
-def _problem(details: ErrorDetails) -> str:
+def _problem(details: Mapping[str, Any]) -> str:
     path = _path(details["loc"])
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":

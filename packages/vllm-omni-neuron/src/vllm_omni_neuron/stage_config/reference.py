@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from .schema import Section, StageEntry
 
@@ -52,7 +51,7 @@ def _nested_section(annotation: Any) -> type[Section] | None:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if field.default_factory is not None or field.default is None or field.default is PydanticUndefined:
+    if field.default_factory is not None or field.default is None:
         return "–"
     return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
 
