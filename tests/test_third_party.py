@@ -89,7 +89,7 @@ if __name__ == "__main__":
 DISCOVER = """
 import json, sys, vllm_omni_neuron
 print(json.dumps([[m.distribution, m.status, m.reason] for m in vllm_omni_neuron.discover_models()]))
-assert "vllm_omni" not in sys.modules and "omni_neuron_toy_model.pipeline" not in sys.modules
+assert "vllm_omni" not in sys.modules and "acme_toy_video.pipeline" not in sys.modules
 """
 
 
@@ -143,7 +143,7 @@ def discover(site: Path, **variables: str) -> tuple[dict[str, tuple[str, str]], 
 
 def test_discovery_imports_no_model_and_names_what_is_wrong(site: Path) -> None:
     models, stderr = discover(site)
-    assert models["omni-neuron-toy-model"] == ("registered", "")
+    assert models["acme-toy-video"] == ("registered", "")
     assert models["acme-broken-model"][0] == "failed"
     assert models["omni-neuron-toy-rival"][0] == "shadowed"
     for part in ("acme-broken-model", "4.5", "no libacme.so", "omni-neuron-toy-rival 6.7", "ToyVideoPipeline"):
@@ -152,9 +152,9 @@ def test_discovery_imports_no_model_and_names_what_is_wrong(site: Path) -> None:
 
 def test_vllm_plugins_that_excludes_the_model_says_so(site: Path) -> None:
     models, stderr = discover(site, VLLM_PLUGINS="neuron,wan22")
-    assert models["omni-neuron-toy-model"][0] == "filtered"
-    assert "VLLM_PLUGINS" in models["omni-neuron-toy-model"][1]
-    assert "omni-neuron-toy-model" in stderr
+    assert models["acme-toy-video"][0] == "filtered"
+    assert "VLLM_PLUGINS" in models["acme-toy-video"][1]
+    assert "acme-toy-video" in stderr
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_frames_from_two_spawned_workers(run: tuple[dict[str, Any], str]) -> Non
 @pytest.mark.engine
 def test_the_others_work_and_every_process_says_what_is_broken(run: tuple[dict[str, Any], str]) -> None:
     report, log = run
-    assert ["omni-neuron-toy-model", "ToyVideoPipeline", "registered"] in report["models"]
+    assert ["acme-toy-video", "ToyVideoPipeline", "registered"] in report["models"]
     lines = [line for line in log.splitlines() if "acme-broken-model 4.5" in line and "no libacme.so" in line]
     assert any("DiffusionWorker" not in line for line in lines)
     assert any("DiffusionWorker" in line for line in lines)
