@@ -11,6 +11,7 @@ import email
 import os
 import shutil
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Callable
@@ -126,7 +127,7 @@ def tests(session: nox.Session, package: str) -> None:
     Dev(session).run("pytest", str(_package_dir(package) / "tests"), *session.posargs, env=_test_environment())
 
 
-@nox.session(default=False)
+@nox.session(default=False, reuse_venv=False)
 @nox.parametrize("package", PACKAGES)
 def alone(session: nox.Session, package: str) -> None:
     """Build one package's wheel, install it with its declared dependencies only, import it, run its own tests."""
@@ -177,7 +178,7 @@ def _wheel_of(package: str) -> Path:
     return wheel
 
 
-@nox.session(default=False)
+@nox.session(default=False, reuse_venv=False)
 def wheels(session: nox.Session) -> None:
     """Build every wheel and source archive into dist/; check metadata and contents."""
     session.install("twine>=6")
@@ -204,6 +205,7 @@ def _check_wheel(session: nox.Session, package: str) -> None:
     problems = [f"missing from the wheel: {name}" for name in sorted(sources - set(names))]
     problems += [f"not a source file: {name}" for name in names if ".dist-info/" not in name and name not in sources]
     problems += [] if f"{import_name}/py.typed" in names else ["no py.typed"]
+    problems += [] if any(name.endswith(".dist-info/licenses/LICENSE") for name in names) else ["no licence text"]
     problems += [] if metadata["License-Expression"] == "Apache-2.0" else ["no licence expression"]
     for requirement in metadata.get_all("Requires-Dist") or []:
         name = requirement.split(";")[0].split("<")[0].split(">")[0].strip()
@@ -216,6 +218,20 @@ def _check_wheel(session: nox.Session, package: str) -> None:
     if problems:
         session.error(f"{wheel.name}:\n  " + "\n  ".join(problems))
     session.log(f"{wheel.name}: {len(sources)} files, metadata and entry points as declared")
+
+
+def _check_sdist(session: nox.Session, package: str) -> None:
+    [sdist] = DIST.glob(f"{package.replace('-', '_')}-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {
+        str(path.relative_to(_package_dir(package)))
+        for folder in ("src", "tests")
+        for path in (_package_dir(package) / folder).rglob("*.py")
+    }
+    missing = sorted((wanted | {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"}) - names)
+    if missing:
+        session.error(f"{sdist.name} lacks {', '.join(missing)}")
 
 
 @dev_session
@@ -256,7 +272,7 @@ def lock(session: nox.Session) -> None:
     session.chdir(ROOT)
     command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-emit-index-url"]
     command += [part for package in PACKAGES for part in ("--no-emit-package", package)]
-    command += ["--python", sys.executable, "--output-file", str(CONSTRAINTS), str(source)]
+    command += ["--python", sys.executable, "--universal", "--output-file", str(CONSTRAINTS), str(source)]
     session.run(*command, external=True, env={"UV_CUSTOM_COMPILE_COMMAND": "./dev lock", **_no_index(os.environ)})
 
 

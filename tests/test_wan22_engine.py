@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -157,7 +158,63 @@ def test_online_video_equals_the_offline_one(server: str, runs: dict) -> None:
 
 
 def test_online_errors_say_what_is_valid(server: str) -> None:
-    form = {"prompt": "a cat", "num_frames": "-3", "height": "64", "width": "96"}
+    form = {"prompt": "a cat", "height": "64", "width": "96", "extra_params": json.dumps({"sample_solver": "ddim"})}
     response = httpx.post(f"{server}/v1/videos/sync", files={k: (None, v) for k, v in form.items()}, timeout=120)
-    assert response.status_code in (400, 422)
-    assert "num_frames" in response.text
+    assert response.status_code == 400, response.text
+    assert "sample_solver = 'ddim': valid values are unipc, euler" in response.text
+
+
+@pytest.fixture(scope="module")
+def refusals(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What `Omni(...)` raises for checkpoints and settings that cannot run; one process tries them all."""
+    folder = tmp_path_factory.mktemp("refusals")
+    for name in ("no_vae", "truncated"):
+        shutil.copytree(model, folder / name)
+    shutil.rmtree(folder / "no_vae" / "vae")
+    [weights] = (folder / "truncated" / "transformer_2").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    cases = {
+        "heads": [str(model), {"tensor_parallel_size": 3}],
+        "devices": [str(model), {"tensor_parallel_size": 4}],
+        "no_vae": [str(folder / "no_vae"), {"tensor_parallel_size": 2}],
+        "truncated": [str(folder / "truncated"), {"tensor_parallel_size": 2}],
+        "context": [str(model), {"ring_degree": 2}],
+    }
+    run = subprocess.run(
+        [sys.executable, str(RUN.with_name("wan22_refusals_run.py")), json.dumps(cases), str(folder / "report.json")],
+        env=environment(NEURON_VISIBLE_DEVICES="0-2"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    return json.loads((folder / "report.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("heads", ["tensor_parallel_size = 3", "4 attention heads", "1, 2, 4"]),
+        ("devices", ["4", "3"]),
+        ("no_vae", ["no folder vae"]),
+        ("truncated", ["transformer_2", ".safetensors"]),
+        ("context", ["ring_degree = 2"]),
+    ],
+)
+def test_refusals_reach_the_caller_before_a_worker_starts(refusals: dict, case: str, parts: list[str]) -> None:
+    assert all(part in refusals[case]["error"] for part in parts), refusals[case]["error"]
+    assert refusals[case]["processes"] == 0
+
+
+def test_demo(tmp_path: Path) -> None:
+    """The README's first command, with less to compute."""
+    options = ["--folder", str(tmp_path), "--height", "64", "--width", "96", "--num-frames", "9"]
+    options += ["--num-inference-steps", "4", "--tensor-parallel-size", "1", "--fps", "12"]
+    demo = Path(__file__).parents[1] / "examples" / "demo.py"
+    run = subprocess.run(
+        [sys.executable, str(demo), *options], env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    assert f"{tmp_path / 'video.mp4'}: 9 frames of 96×64 at 12 fps, as asked" in run.stdout
+    for part in ("2 transformer + 2 transformer_2", "unipc, shift 5, boundary 0.875", "TP 1 × CP 1 × CFG 1"):
+        assert part in run.stdout

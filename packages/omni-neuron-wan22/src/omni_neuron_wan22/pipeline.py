@@ -23,6 +23,7 @@ from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
 from vllm_omni.diffusion.models.progress_bar import ProgressBarMixin
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+from vllm_omni.errors import OmniClientError
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from omni_neuron_parallel import check_rank_agreement, get_topology
@@ -43,6 +44,10 @@ from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DMode
 from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
 
 logger = logging.getLogger(__name__)
+
+
+class ClientRequestError(OmniClientError, RequestError):
+    """A `RequestError` that vLLM-Omni's server answers with status 400 instead of 500."""
 
 
 def engine_defaults(od_config: OmniDiffusionConfig, checkpoint: WanCheckpoint) -> EngineDefaults:
@@ -130,12 +135,15 @@ def get_neuron_wan22_pre_process_func(
         if request.is_dummy_run():
             return request
         params = request.sampling_params
-        resolved = resolve_request(request.prompt, params, defaults)
-        check_experts(resolved, checkpoint, od_config.boundary_ratio)
-        if isinstance(params.generator, list):
-            if len(params.generator) != 1:
-                raise RequestError(f"{len(params.generator)} generators are given; one video needs one")
-            [params.generator] = params.generator
+        try:
+            resolved = resolve_request(request.prompt, params, defaults)
+            check_experts(resolved, checkpoint, od_config.boundary_ratio)
+            if isinstance(params.generator, list):
+                if len(params.generator) != 1:
+                    raise RequestError(f"{len(params.generator)} generators are given; one video needs one")
+                [params.generator] = params.generator
+        except RequestError as error:
+            raise ClientRequestError(str(error)) from error
         # The rounded sizes, so that what vLLM-Omni reports is what is made, and no second warning in the workers.
         params.height, params.width, params.num_frames = resolved.height, resolved.width, resolved.num_frames
         params.output_type = resolved.output_type
