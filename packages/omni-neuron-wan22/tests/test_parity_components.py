@@ -12,7 +12,8 @@ from transformers import UMT5EncoderModel
 from wan22_reference import dit_inputs, on_ranks, relative_l2, run_text_encoder, run_transformer
 
 from omni_neuron_parallel import RankPool
-from omni_neuron_wan22 import WanCheckpoint, load_vae
+from omni_neuron_wan22 import WanCheckpoint, load_transformer, load_vae
+from omni_neuron_wan22.transformer import fold_padding
 
 TP_SIZES = pytest.mark.parametrize("pool", [1, 2, 4], indirect=True, ids=["tp1", "tp2", "tp4"])
 
@@ -35,6 +36,21 @@ def test_transformer_bfloat16_is_as_near_to_float32_as_diffusers(tiny: Path, poo
     for actual in on_ranks(pool, run_transformer, str(tiny), "transformer", torch.bfloat16):
         assert actual.dtype is torch.bfloat16
         assert relative_l2(actual, expected) <= 1.25 * theirs
+
+
+@pytest.mark.parametrize("length", [0, 1, 13, 31, 32])
+def test_folded_padding_is_the_same_attention(tiny: Path, length: int) -> None:
+    """512 padded rows or one with log 512 added to its score: Wan's cross-attention has no mask."""
+    model = load_transformer(WanCheckpoint(tiny), "transformer", dtype=torch.float32)
+    inputs = dit_inputs()
+    text = inputs.pop("encoder_hidden_states")
+    text[:, length:] = 0
+    reference = WanTransformer3DModel.from_pretrained(tiny / "transformer")
+    expected = reference(**inputs, encoder_hidden_states=text, return_dict=False)[0]
+    folded, bias = fold_padding(text, length)
+    assert folded.shape[1] == min(length + 1, 32)
+    cache = model.project_cross_attention_kv(folded, bias)
+    assert relative_l2(model(**inputs, cross_attention_kv_cache=cache).sample, expected) <= 1e-5
 
 
 @TP_SIZES

@@ -40,7 +40,7 @@ from omni_neuron_wan22.request import (
 )
 from omni_neuron_wan22.scheduler import make_scheduler
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
-from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel
+from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel, fold_padding
 from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
 
 logger = logging.getLogger(__name__)
@@ -176,15 +176,15 @@ class Trajectory:
 
     Attributes:
         request: what was asked for.
-        prompt_embeds: `[1, L, text_dim]`.
+        prompt_embeds: the encoded prompt `[1, L, text_dim]` and the bias that goes with it; see `fold_padding`.
         negative_prompt_embeds: the same of the negative prompt; None where no step uses guidance.
         cross_attention: keys and values in every block, by expert and by whether the text is the negative one.
         steps: steps taken so far, by expert.
     """
 
     request: GenerationRequest
-    prompt_embeds: torch.Tensor
-    negative_prompt_embeds: torch.Tensor | None
+    prompt_embeds: tuple[torch.Tensor, torch.Tensor | None]
+    negative_prompt_embeds: tuple[torch.Tensor, torch.Tensor | None] | None
     cross_attention: dict[tuple[Expert, bool], CrossAttentionKV] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=lambda: {"transformer": 0, "transformer_2": 0})
 
@@ -308,11 +308,18 @@ class NeuronWanPipeline(
         negative = self.encode_prompt(request.negative_prompt, length) if request.uses_guidance else None
         return Trajectory(request, self.encode_prompt(request.prompt, length), negative)
 
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> torch.Tensor:
-        """`[1, max_sequence_length, text_dim]`, zero at padded positions."""
+    def encode_prompt(self, prompt: str, max_sequence_length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The encoded prompt and the bias that its cross-attention needs.
+
+        Returns:
+            `[1, max_sequence_length, text_dim]`, zero at padded positions, and None: one shape for every prompt. In CPU
+            mode, where nothing is compiled, the padding is folded into one row (`fold_padding`).
+        """
         input_ids, attention_mask = tokenize_prompt(self.tokenizer, prompt, max_sequence_length)
         output = self.text_encoder(input_ids.to(self.device), attention_mask.to(self.device))
-        return output.last_hidden_state
+        if is_cpu_mode():
+            return fold_padding(output.last_hidden_state, int(attention_mask.sum()))
+        return output.last_hidden_state, None
 
     def prepare_latents(
         self,
@@ -418,7 +425,7 @@ class NeuronWanPipeline(
             model: WanTransformer3DModel = getattr(self, expert)
             embeds = trajectory.negative_prompt_embeds if negative else trajectory.prompt_embeds
             assert embeds is not None
-            trajectory.cross_attention[key] = model.project_cross_attention_kv(embeds)
+            trajectory.cross_attention[key] = model.project_cross_attention_kv(*embeds)
         return trajectory.cross_attention[key]
 
     def _report(self, request: GenerationRequest, trajectory: Trajectory, seconds: dict[str, float]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,40 @@ from omni_neuron_runtime import SafetensorsWeightLoader, set_weight_loader
 from omni_neuron_wan22.config import WanConfig
 from omni_neuron_wan22.rope import WanRotaryPosEmbed, apply_rotary_emb_wan
 
-# One (key, value) pair `[B, N / tp, L, D]` a block: the text as every block's cross-attention sees it.
-CrossAttentionKV = list[tuple[torch.Tensor, torch.Tensor]]
+
+class CrossAttentionKV(NamedTuple):
+    """The text as every block's cross-attention sees it.
+
+    Attributes:
+        blocks: one (key, value) pair `[B, N / tp, L, D]` a block.
+        bias: `[1, 1, 1, L]` added to the scores; None for none.
+    """
+
+    blocks: list[tuple[torch.Tensor, torch.Tensor]]
+    bias: torch.Tensor | None = None
+
+
+def fold_padding(embeds: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Replace the zero rows that pad a text by one of them, without changing what cross-attention returns.
+
+    Wan's cross-attention has no mask: the padding takes part. But equal rows have equal keys k and values v in every
+    block, and m of them contribute m · exp(q·k) · v = exp(q·k + log m) · v. So one row with log m added to its score
+    stands for all, and a short prompt costs a few keys instead of 512.
+
+    Args:
+        embeds: `[B, L, text_dim]`, zero from row `length` on, for the whole batch.
+        length: rows that hold text.
+
+    Returns:
+        `[B, length + 1, text_dim]` and the scores' bias `[1, 1, 1, length + 1]` float32; or what was given and
+        None, where at most one row is padding.
+    """
+    padded = embeds.shape[1] - length
+    if padded <= 1:
+        return embeds, None
+    bias = torch.zeros(1, 1, 1, length + 1, dtype=torch.float32, device=embeds.device)
+    bias[..., -1] = math.log(padded)
+    return embeds[:, : length + 1], bias
 
 
 class TransformerOutput(NamedTuple):
@@ -37,9 +70,13 @@ def _float32_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=torch.float32), requires_grad=False)
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention of `[B, N, S, D]` on `[B, N, L, D]`, as `[B, S, N · D]`."""
-    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of `[B, N, S, D]` on `[B, N, L, D]`, scores plus `bias` `[1, 1, 1, L]`, as `[B, S, N · D]`."""
+    if bias is not None:
+        bias = bias.to(query.dtype).expand(1, 1, query.shape[2], -1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2).flatten(2)
 
 
 class FP32LayerNorm(nn.Module):
@@ -108,10 +145,15 @@ class WanCrossAttention(nn.Module):
         key, value = self._heads(self.norm_k(self.k(context))), self._heads(self.v(context))
         return key.contiguous(), value.contiguous()
 
-    def forward(self, hidden: torch.Tensor, key_value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Attend: `[B, S, hidden]` to `[B, S, hidden]`, replicated over TP."""
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        key_value: tuple[torch.Tensor, torch.Tensor],
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend: `[B, S, hidden]` to `[B, S, hidden]`, replicated over TP; `bias` as in `CrossAttentionKV`."""
         query = self._heads(self.norm_q(self.q(hidden)))
-        return self.o(_attend(query, *key_value))
+        return self.o(_attend(query, *key_value, bias))
 
     def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
@@ -150,6 +192,7 @@ class WanTransformerBlock(nn.Module):
         temb: torch.Tensor,
         rotary_emb: tuple[torch.Tensor, torch.Tensor],
         cross_attention_kv: tuple[torch.Tensor, torch.Tensor],
+        cross_attention_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One block.
 
@@ -158,6 +201,7 @@ class WanTransformerBlock(nn.Module):
             temb: `[B, 6, hidden]`, the projected timestep.
             rotary_emb: the tables of `WanRotaryPosEmbed`.
             cross_attention_kv: this block's pair of `project_cross_attention_kv`.
+            cross_attention_bias: the bias that goes with it.
         """
         dtype = hidden.dtype
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
@@ -165,7 +209,7 @@ class WanTransformerBlock(nn.Module):
         attended = self.attn1(_modulate(self.norm1(hidden), scale, shift).to(dtype), rotary_emb)
         hidden = torch.addcmul(hidden.float(), attended.float(), gate).to(dtype)
 
-        hidden = hidden + self.attn2(self.norm2(hidden).to(dtype), cross_attention_kv)
+        hidden = hidden + self.attn2(self.norm2(hidden).to(dtype), cross_attention_kv, cross_attention_bias)
 
         fed = self.ffn(_modulate(self.norm3(hidden), ffn_scale, ffn_shift).to(dtype))
         return torch.addcmul(hidden.float(), fed.float(), ffn_gate).to(dtype)
@@ -264,10 +308,17 @@ class WanTransformer3DModel(nn.Module):
         """The dtype of activations and of all but the modulation's parameters."""
         return self.proj_out.weight.dtype
 
-    def project_cross_attention_kv(self, encoder_hidden_states: torch.Tensor) -> CrossAttentionKV:
-        """Every block's keys and values of the encoded text `[B, L, text_dim]`; good for all steps of a request."""
+    def project_cross_attention_kv(
+        self, encoder_hidden_states: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> CrossAttentionKV:
+        """Every block's keys and values of the encoded text `[B, L, text_dim]`; good for all steps of a request.
+
+        Args:
+            encoder_hidden_states: the text, or what `fold_padding` made of it.
+            bias: the bias that `fold_padding` returned with it.
+        """
         context = self.condition_embedder.embed_text(encoder_hidden_states.to(self.dtype))
-        return [block.attn2.project_kv(context) for block in self._blocks()]
+        return CrossAttentionKV([block.attn2.project_kv(context) for block in self._blocks()], bias)
 
     def forward(
         self,
@@ -301,17 +352,15 @@ class WanTransformer3DModel(nn.Module):
             if encoder_hidden_states is None:
                 raise ValueError("pass encoder_hidden_states or a cross_attention_kv_cache")
             cross_attention_kv_cache = self.project_cross_attention_kv(encoder_hidden_states)
-        if len(cross_attention_kv_cache) != len(self.blocks):
-            raise ValueError(
-                f"the cross-attention cache has {len(cross_attention_kv_cache)} pairs, "
-                f"the model {len(self.blocks)} blocks"
-            )
+        pairs, bias = cross_attention_kv_cache
+        if len(pairs) != len(self.blocks):
+            raise ValueError(f"the cross-attention cache has {len(pairs)} pairs, the model {len(self.blocks)} blocks")
 
         rotary_emb = self.rope(hidden_states)
         hidden = self.patch_embedding(hidden_states.to(self.dtype))
         temb, timestep_proj = self.condition_embedder.embed_time(timestep, self.dtype)
-        for block, key_value in zip(self._blocks(), cross_attention_kv_cache, strict=True):
-            hidden = block(hidden, timestep_proj, rotary_emb, key_value)
+        for block, key_value in zip(self._blocks(), pairs, strict=True):
+            hidden = block(hidden, timestep_proj, rotary_emb, key_value, bias)
 
         shift, scale = (self.scale_shift_table + temb.float().unsqueeze(1)).chunk(2, dim=1)
         output = self.proj_out(_modulate(self.norm_out(hidden), scale, shift).to(self.dtype))
