@@ -117,7 +117,8 @@ def test(session: nox.Session) -> None:
         _lint(development)
         _typing(development)
     paths = [f"packages/{package}/tests" for package in PACKAGES]
-    development.run("pytest", *(session.posargs or [*paths, "tests"]), env=_test_environment())
+    arguments = session.posargs or ["--durations=15", *paths, "tests"]
+    development.run("pytest", *arguments, env=_test_environment())
 
 
 @dev_session

@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 # Seconds that workers get to end by themselves, after SIGTERM, and after SIGKILL. After a death nobody waits long:
 # the survivors may sit in a collective that nothing interrupts, and what they leave is removed here anyway.
-NORMAL_GRACE_S = (15.0, 5.0, 5.0)
-FAILURE_GRACE_S = (2.0, 1.0, 2.0)
+# SIGKILL always works, but on a busy machine the kernel needs seconds to take a large process apart.
+NORMAL_GRACE_S = (15.0, 5.0, 8.0)
+FAILURE_GRACE_S = (2.0, 1.0, 8.0)
 # A worker's peers often notice its death before the engine does; a failed request waits this long for the news.
 DEATH_NEWS_S = 1.0
 
