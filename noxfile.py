@@ -184,11 +184,11 @@ def wheels(session: nox.Session) -> None:
     """Build every wheel and source archive into dist/; check metadata and contents."""
     session.install("twine>=6")
     _build_wheels(session)
-    session.run(
-        "twine", "check", "--strict", *(str(path) for path in sorted(DIST.iterdir()) if path.suffix != ".gitignore")
-    )
+    archives = [*DIST.glob("*.whl"), *DIST.glob("*.tar.gz")]
+    session.run("twine", "check", "--strict", *map(str, sorted(archives)))
     for package in PACKAGES:
         _check_wheel(session, package)
+        _check_sdist(session, package)
 
 
 def _check_wheel(session: nox.Session, package: str) -> None:
