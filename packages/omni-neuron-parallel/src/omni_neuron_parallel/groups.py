@@ -22,13 +22,13 @@ class AxisGroup:
     """The ranks that share one axis with this rank.
 
     Attributes:
-        axis: the mesh axis.
+        axis: the mesh axis, or another name of the partition that the group belongs to.
         ranks: global ranks in group order.
         rank: this process's position in `ranks`.
         process_group: the torch process group; None in a group of one rank, whose collectives do nothing.
     """
 
-    axis: Axis
+    axis: str
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
@@ -56,6 +56,25 @@ class AxisGroup:
         if dim % tensor.dim() == 0:
             return gathered
         return torch.cat(gathered.chunk(self.size, dim=0), dim=dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part, along `dim` and in group order, of the sum of `tensor` over the group.
+
+        Raises:
+            ValueError: the group's size does not divide the dim.
+        """
+        if self.size == 1:
+            return tensor
+        if tensor.shape[dim] % self.size:
+            raise ValueError(
+                f"dim {dim} of a tensor {tuple(tensor.shape)} cannot be scattered over the {self.size} ranks of the "
+                f"{self.axis} group"
+            )
+        if dim % tensor.dim():
+            # The collective scatters dim 0.
+            tensor = torch.cat(tensor.chunk(self.size, dim=dim), dim=0)
+        scattered = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(tensor.contiguous(), "sum", self.size, self._name))
+        return scattered
 
     def start_rotate(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to send `tensor` to the next rank of the group and to receive the previous rank's, of the same shape.
