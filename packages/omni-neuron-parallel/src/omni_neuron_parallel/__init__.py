@@ -3,6 +3,7 @@
 
 from omni_neuron_parallel.__about__ import __version__
 from omni_neuron_parallel.agreement import RankDisagreementError, check_rank_agreement, tensor_digest
+from omni_neuron_parallel.collectives import CollectiveError, collective_permute, collective_step
 from omni_neuron_parallel.context_attention import ContextAttentionStats, context_attention
 from omni_neuron_parallel.groups import (
     AxisGroup,
@@ -12,6 +13,7 @@ from omni_neuron_parallel.groups import (
     get_world_group,
     initialize_parallel,
     install_groups,
+    register_group,
     register_replica_groups,
 )
 from omni_neuron_parallel.launch import RankError, RankPool, run_on_ranks
@@ -24,19 +26,41 @@ from omni_neuron_parallel.layers import (
     rms_norm_across_heads,
     shard_size,
 )
+from omni_neuron_parallel.meshes import (
+    TRN2_ROWS,
+    has_physical_mesh,
+    mesh_is_in_force,
+    place_on_mesh,
+    routes_on_trn2,
+    unroutable_groups,
+)
 from omni_neuron_parallel.provider import ParallelProvider
 from omni_neuron_parallel.sequence import SequenceShard
 from omni_neuron_parallel.softmax_bound import bounded_softmax_is_safe
-from omni_neuron_parallel.topology import AXES, Axis, Topology, valid_tensor_parallel_sizes
+from omni_neuron_parallel.topology import (
+    AXES,
+    MESH_AXES,
+    Axis,
+    MeshAxis,
+    Partition,
+    Topology,
+    expand_to_partition,
+    valid_tensor_parallel_sizes,
+)
 
 __all__ = [
     "AXES",
+    "MESH_AXES",
+    "TRN2_ROWS",
     "Axis",
     "AxisGroup",
+    "CollectiveError",
     "ColumnParallelLinear",
     "ContextAttentionStats",
     "DistributedRMSNorm",
+    "MeshAxis",
     "ParallelProvider",
+    "Partition",
     "QKVParallelLinear",
     "RankDisagreementError",
     "RankError",
@@ -48,17 +72,26 @@ __all__ = [
     "__version__",
     "bounded_softmax_is_safe",
     "check_rank_agreement",
+    "collective_permute",
+    "collective_step",
     "context_attention",
     "destroy_parallel",
+    "expand_to_partition",
     "get_group",
     "get_topology",
     "get_world_group",
+    "has_physical_mesh",
     "initialize_parallel",
     "install_groups",
+    "mesh_is_in_force",
+    "place_on_mesh",
+    "register_group",
     "register_replica_groups",
     "rms_norm_across_heads",
+    "routes_on_trn2",
     "run_on_ranks",
     "shard_size",
     "tensor_digest",
+    "unroutable_groups",
     "valid_tensor_parallel_sizes",
 ]

@@ -137,7 +137,9 @@ _ROWS = (
         "OMNI_NEURON_COLLECTIVE_TIMEOUT_S",
         "int",
         600,
-        "Seconds that a collective, or the start-up of a group, may take before it is an error.",
+        "Seconds that a collective, or the start-up of a group, may take. Past it every rank of the group raises an "
+        "error that names axis, ranks, operation and step. It has to be less than a request may take "
+        "(`VLLM_OMNI_DLO_DP_WAVE_TIMEOUT`), else that ends the request first, and more than the slowest rank lags.",
         minimum=1,
     ),
     EnvVar(
@@ -163,6 +165,13 @@ _ROWS = (
         None,
         "Seconds that a request may take (vLLM-Omni's own variable, which it reads as a number). Unset: 86400 here, "
         "where vLLM-Omni alone would take 600.",
+    ),
+    EnvVar(
+        "VLLM_NEURON_SWITCH_CC",
+        "bool",
+        False,
+        "The node's collectives go through a switch: ranks are laid out in order. Otherwise a trn2 takes the physical "
+        "mesh of trn2.48xlarge for the layouts that lie on it.",
     ),
     EnvVar(
         "VLLM_PLUGINS",
