@@ -4,7 +4,13 @@
 from omni_neuron_parallel.__about__ import __version__
 from omni_neuron_parallel.agreement import RankDisagreementError, check_rank_agreement, tensor_digest
 from omni_neuron_parallel.collectives import CollectiveError, collective_permute, collective_step
-from omni_neuron_parallel.context_attention import ContextAttentionStats, context_attention
+from omni_neuron_parallel.cfg import (
+    NeuronCFGParallelMixin,
+    check_cfg_parallel_size,
+    gather_branches,
+    warn_of_idle_cfg_ranks,
+)
+from omni_neuron_parallel.context_attention import ContextAttentionStats, ContextMethod, context_attention
 from omni_neuron_parallel.groups import (
     AxisGroup,
     destroy_parallel,
@@ -35,7 +41,7 @@ from omni_neuron_parallel.meshes import (
     unroutable_groups,
 )
 from omni_neuron_parallel.provider import ParallelProvider
-from omni_neuron_parallel.sequence import SequenceShard
+from omni_neuron_parallel.sequence import SequenceParallel, SequenceShard
 from omni_neuron_parallel.softmax_bound import bounded_softmax_is_safe
 from omni_neuron_parallel.topology import (
     AXES,
@@ -57,8 +63,10 @@ __all__ = [
     "CollectiveError",
     "ColumnParallelLinear",
     "ContextAttentionStats",
+    "ContextMethod",
     "DistributedRMSNorm",
     "MeshAxis",
+    "NeuronCFGParallelMixin",
     "ParallelProvider",
     "Partition",
     "QKVParallelLinear",
@@ -66,17 +74,20 @@ __all__ = [
     "RankError",
     "RankPool",
     "RowParallelLinear",
+    "SequenceParallel",
     "SequenceShard",
     "Topology",
     "VocabParallelEmbedding",
     "__version__",
     "bounded_softmax_is_safe",
+    "check_cfg_parallel_size",
     "check_rank_agreement",
     "collective_permute",
     "collective_step",
     "context_attention",
     "destroy_parallel",
     "expand_to_partition",
+    "gather_branches",
     "get_group",
     "get_topology",
     "get_world_group",
@@ -94,4 +105,5 @@ __all__ = [
     "tensor_digest",
     "unroutable_groups",
     "valid_tensor_parallel_sizes",
+    "warn_of_idle_cfg_ranks",
 ]

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_neuron_parallel.groups import AxisGroup, get_group
+from omni_neuron_parallel.sequence import SequenceParallel
 from omni_neuron_runtime import (
+    SafetensorsWeightLoader,
     fused_qkv_weight_loader,
     scaled_bias_loader,
     set_weight_loader,
@@ -38,7 +40,28 @@ def _empty(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """`x Wᵀ + b` with one rank's part of W `[out_features, in_features]`, and the loaders of that part."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weight_loader: SafetensorsWeightLoader,
+        bias_loader: SafetensorsWeightLoader | None,
+    ):
+        super().__init__()
+        self.weight = _empty(out_features, in_features)
+        set_weight_loader(self.weight, weight_loader)
+        self.bias = None if bias_loader is None else _empty(out_features)
+        if self.bias is not None and bias_loader is not None:
+            set_weight_loader(self.bias, bias_loader)
+
+    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """`y = x Wᵀ + b` with the rows of W (the output features) split over TP. No communication.
 
     Input `[..., in_features]`, replicated; output `[..., ceil(out_features / tp)]`, this rank's features, in whole
@@ -54,27 +77,25 @@ class ColumnParallelLinear(nn.Module):
         multiple_of: int = 1,
         group: AxisGroup | None = None,
     ):
-        super().__init__()
         group = group or get_group("tp")
         rows = shard_size(out_features, group.size, multiple_of)
-        self.weight = _empty(rows, in_features)
-        self.bias = _empty(rows) if bias else None
         loader = sharding_weight_loader(0, rows, group.size, full_size=out_features)
-        set_weight_loader(self.weight, loader)
-        if self.bias is not None:
-            set_weight_loader(self.bias, loader)
+        super().__init__(in_features, rows, loader, loader if bias else None)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        return F.linear(hidden, self.weight, self.bias)
+        return self._product(hidden)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """`y = x Wᵀ + b` with the columns of W (the input features) split over TP; partial results are summed over TP.
 
     Input `[..., ceil(in_features / tp)]`, this rank's features, in whole units of `multiple_of`; output
     `[..., out_features]`, replicated. The bias is loaded as b / tp and added on every rank before the sum, so that one
     fused operation does both.
+
+    With `sequence_parallel` the sum is scattered: input `[..., S, features]`, output this rank's tokens
+    `[..., ceil(S / tp), out_features]` as `SequenceParallel` splits them.
     """
 
     def __init__(
@@ -85,22 +106,23 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         multiple_of: int = 1,
         group: AxisGroup | None = None,
+        sequence_parallel: bool = False,
     ):
-        super().__init__()
-        self.group = group or get_group("tp")
-        columns = shard_size(in_features, self.group.size, multiple_of)
-        self.weight = _empty(out_features, columns)
-        self.bias = _empty(out_features) if bias else None
-        set_weight_loader(self.weight, sharding_weight_loader(1, columns, self.group.size, full_size=in_features))
-        if self.bias is not None:
-            set_weight_loader(self.bias, scaled_bias_loader(1.0 / self.group.size))
+        group = group or get_group("tp")
+        columns = shard_size(in_features, group.size, multiple_of)
+        weight_loader = sharding_weight_loader(1, columns, group.size, full_size=in_features)
+        super().__init__(columns, out_features, weight_loader, scaled_bias_loader(1.0 / group.size) if bias else None)
+        self.group, self.sequence_parallel = group, sequence_parallel
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        return self.group.all_reduce(F.linear(hidden, self.weight, self.bias))
+        partial = self._product(hidden)
+        if self.sequence_parallel:
+            return SequenceParallel(partial.shape[-2], self.group).reduce_scatter(partial, dim=-2)
+        return self.group.all_reduce(partial)
 
 
-class QKVParallelLinear(nn.Module):
+class QKVParallelLinear(_ParallelLinear):
     """Query, key and value projections of the same input as one matrix, split over TP by heads. No communication.
 
     Input `[..., in_features]`, replicated; output three tensors `[..., num_heads / tp * head_dim]`. In the checkpoint
@@ -119,21 +141,16 @@ class QKVParallelLinear(nn.Module):
         bias: bool = True,
         group: AxisGroup | None = None,
     ):
-        super().__init__()
         group = group or get_group("tp")
         if num_heads % group.size:
             raise ValueError(f"{num_heads} attention heads cannot be split over {group.size} tensor-parallel ranks")
-        self.rows = num_heads // group.size * head_dim
-        self.weight = _empty(3 * self.rows, in_features)
-        self.bias = _empty(3 * self.rows) if bias else None
-        loader = fused_qkv_weight_loader(self.rows, self.rows, 0, group.size)
-        set_weight_loader(self.weight, loader)
-        if self.bias is not None:
-            set_weight_loader(self.bias, loader)
+        rows = num_heads // group.size * head_dim
+        loader = fused_qkv_weight_loader(rows, rows, 0, group.size)
+        super().__init__(in_features, 3 * rows, loader, loader if bias else None)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See the class."""
-        query, key, value = F.linear(hidden, self.weight, self.bias).split(self.rows, dim=-1)
+        query, key, value = self._product(hidden).chunk(3, dim=-1)
         return query, key, value
 
 

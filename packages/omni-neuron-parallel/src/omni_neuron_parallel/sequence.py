@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part of a token sequence that is split over context parallelism, and back again."""
+"""One rank's part of a token sequence that is split over ranks (CP, or TP between its matrix products), and back."""
 
 from __future__ import annotations
 
@@ -136,13 +136,55 @@ class SequenceShard:
         return group.all_gather(tensor, dim).narrow(dim, 0, self.sequence_length)
 
     def _pad(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        if self.num_pad == 0:
-            return tensor
-        trailing_dims = tensor.dim() - 1 - dim % tensor.dim()
-        return F.pad(tensor, [0, 0] * trailing_dims + [0, self.num_pad])
+        return _append_zeros(tensor, self.num_pad, dim)
 
     def _check_rows(self, tensor: torch.Tensor, dim: int, rows: int, meaning: str) -> None:
         if tensor.shape[dim] != rows:
             raise ValueError(
                 f"dim {dim} of a tensor {tuple(tensor.shape)} has {tensor.shape[dim]} rows, not {rows} ({meaning})"
             )
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """The tokens between tensor-parallel operations, split over the TP ranks (Korthikanti et al. 2022, section 4.2.2).
+
+    Norms, residuals and whatever else treats each token alone work on a rank's part; `gather` precedes a
+    column-parallel layer; a row-parallel one with `sequence_parallel` ends in `reduce_scatter`. The two move as many
+    bytes as the all-reduce that they replace, and a rank holds 1 / tp of the tokens between them. Parts are those of
+    `SequenceShard`, so the last ones may end in pads, which `gather` drops: nothing that mixes tokens sees one. In a
+    group of one everything is the identity, which is how a model switches it off.
+
+    Attributes:
+        sequence_length: tokens, without pads.
+        group: the ranks that share them.
+    """
+
+    sequence_length: int
+    group: AxisGroup
+
+    @property
+    def shard(self) -> SequenceShard:
+        """This rank's part."""
+        return SequenceShard(self.sequence_length, self.group.size, self.group.rank)
+
+    def split(self, hidden: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's part of all tokens that every rank holds. No communication."""
+        return self.shard.split(hidden, dim)
+
+    def gather(self, hidden: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """All tokens, without pads, from every rank's part. Collective over the group."""
+        return self.shard.gather(hidden, dim, self.group)
+
+    def reduce_scatter(self, partial: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's part of the sum over the group of `partial`, all tokens; pads are zero. Collective over it."""
+        shard = self.shard
+        pads = shard.shard_length * shard.world - self.sequence_length
+        return self.group.reduce_scatter(_append_zeros(partial, pads, dim), dim)
+
+
+def _append_zeros(tensor: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
+    if rows == 0:
+        return tensor
+    trailing_dims = tensor.dim() - 1 - dim % tensor.dim()
+    return F.pad(tensor, [0, 0] * trailing_dims + [0, rows])
