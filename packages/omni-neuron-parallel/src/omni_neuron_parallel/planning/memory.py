@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory of the fullest rank, term by term: what formulas say, and what was measured elsewhere, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from omni_neuron_parallel.planning.hardware import GIB, MEASURED
+from omni_neuron_parallel.planning.layout import Case
+from omni_neuron_parallel.tiles import TilePlan, assign_tiles
+
+Stage = Literal["always", "denoising", "decoding"]
+Basis = Literal["formula", "measured"]
+# What a solver of order 2 keeps of the latents, in float32: the latents, the last ones, the prediction and two before.
+LATENT_COPIES = 5
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """One row of the memory table.
+
+    Attributes:
+        name: what it is.
+        bytes: on the fullest rank.
+        stage: when it is there.
+        formula: how the number comes about.
+        basis: "measured" where the formula scales a figure that a fork measured on a device.
+        counted: whether it is in the sum; False where a larger figure for the same thing is.
+    """
+
+    name: str
+    bytes: int
+    stage: Stage
+    formula: str
+    basis: Basis = "formula"
+    counted: bool = True
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory table of one layout.
+
+    Attributes:
+        items: the rows.
+        capacity: bytes of a core.
+    """
+
+    items: tuple[MemoryItem, ...]
+    capacity: int
+
+    def total(self, stage: Stage) -> int:
+        """Bytes during `stage`, what is there always included."""
+        return sum(item.bytes for item in self.items if item.counted and item.stage in ("always", stage))
+
+    def formula_total(self, stage: Stage) -> int:
+        """The same from formulas alone, without what a fork measured."""
+        return sum(item.bytes for item in self.items if item.basis == "formula" and item.stage in ("always", stage))
+
+    @property
+    def peak(self) -> int:
+        """The larger of both stages."""
+        return max(self.total("denoising"), self.total("decoding"))
+
+    @property
+    def peak_stage(self) -> Stage:
+        """The stage of the peak."""
+        return "denoising" if self.total("denoising") >= self.total("decoding") else "decoding"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the capacity."""
+        return self.peak <= self.capacity
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: fits with how much left, or what takes the room."""
+        verb = "fits" if self.fits else "does not fit"
+        peak = f"{verb}: {gib(self.peak)} of {gib(self.capacity)} while {self.peak_stage}"
+        if self.fits:
+            return peak
+        rows = [item for item in self.items if item.counted and item.stage in ("always", self.peak_stage)]
+        largest = sorted(rows, key=lambda item: -item.bytes)[:4]
+        return f"{peak}, of it " + ", ".join(f"{item.name} {gib(item.bytes)}" for item in largest)
+
+
+def gib(size: float) -> str:
+    """`size` bytes for people."""
+    return f"{size / GIB:.1f} GiB"
+
+
+def plan_memory(case: Case, capacity: int) -> Memory:
+    """The memory table of the rank that holds most, which is one that decodes."""
+    return Memory((*_resident(case), *_denoising(case), *_decoding(case)), capacity)
+
+
+def _resident(case: Case) -> Iterator[MemoryItem]:
+    model, layout = case.model, case.layout
+    yield MemoryItem(
+        "DiT weights",
+        model.experts * model.dit.bytes(layout.tp, model.itemsize),
+        "always",
+        f"{model.experts} experts × (split weights / {layout.tp} + whole ones)",
+    )
+    yield MemoryItem(
+        "text encoder weights",
+        model.text_encoder.bytes(layout.tp, model.itemsize),
+        "always",
+        f"heads, features and vocabulary / {layout.tp}",
+    )
+    yield MemoryItem(
+        "VAE decoder weights", model.vae.parameters * model.itemsize, "always", "whole, on the ranks that decode"
+    )
+    yield MemoryItem(
+        "cross-attention K and V",
+        case.forwards * model.layers * 2 * model.text_length * case.local_hidden * model.itemsize,
+        "always",
+        f"{case.forwards} branches × {model.layers} layers × 2 × {model.text_length} tokens × {case.local_hidden} "
+        f"channels × {model.itemsize} B",
+    )
+    yield MemoryItem(
+        "unnamed term of the fork's sum", round(MEASURED.unnamed), "always", "0.55 GiB, not scaled", "measured"
+    )
+    if layout.method == "gather" and layout.cp > 1:
+        share = case.tokens.padded * case.local_hidden / MEASURED.gathered_values
+        yield MemoryItem(
+            "DMA spill of graphs that gather",
+            round(model.experts * MEASURED.dma_spill * share),
+            "always",
+            f"{model.experts} graphs × 3.7 GiB × {share:.3f}, gathered values relative to the fork's layout",
+            "measured",
+        )
+
+
+def _denoising(case: Case) -> Iterator[MemoryItem]:
+    model, layout, tokens = case.model, case.layout, case.tokens
+    yield MemoryItem(
+        "latents and solver history",
+        LATENT_COPIES * case.shape.latent_values(model) * FLOAT32,
+        "denoising",
+        f"{LATENT_COPIES} × {case.shape.latent_values(model)} × {FLOAT32} B",
+    )
+    stream = tokens.stream * model.hidden
+    entering = tokens.rows * model.hidden
+    attention = entering + 4 * tokens.rows * case.local_hidden
+    feed_forward = 2 * entering + 2 * tokens.rows * -(-model.ffn // layout.tp)
+    activations = MemoryItem(
+        "activations of a layer",
+        stream * (model.itemsize + FLOAT32) + max(attention, feed_forward) * model.itemsize,
+        "denoising",
+        f"{tokens.stream} × {model.hidden} × ({model.itemsize} + {FLOAT32}) B + {model.itemsize} B × the larger of "
+        "attention (input, q, k, v, output) and feed-forward (input, output, twice the inside)",
+    )
+    key_values = _key_values(case)
+    formula = activations.bytes + key_values.bytes
+    measured = round(MEASURED.scratch * tokens.rows / MEASURED.tokens_per_rank)
+    yield replace(activations, counted=formula >= measured)
+    yield replace(key_values, counted=formula >= measured)
+    yield MemoryItem(
+        "scratchpad, in place of the two above" if formula < measured else "scratchpad, less than the two above",
+        measured,
+        "denoising",
+        f"1.5 GiB × {tokens.rows} / {MEASURED.tokens_per_rank} tokens a rank",
+        "measured",
+        formula < measured,
+    )
+
+
+def _key_values(case: Case) -> MemoryItem:
+    """K and V of self-attention beyond this rank's own, in one layer."""
+    layout, tokens, itemsize = case.layout, case.tokens, case.model.itemsize
+    rows = {"gather": tokens.padded, "ring": tokens.rows}[layout.method] if layout.cp > 1 else 0
+    copies = {"gather": "as received and joined", "ring": "the shard in use and the one on its way"}[layout.method]
+    return MemoryItem(
+        f"K and V of other ranks ({layout.method})",
+        2 * 2 * rows * case.local_hidden * itemsize,
+        "denoising",
+        f"2 × 2 × {rows} tokens × {case.local_hidden} channels × {itemsize} B: K and V, {copies}",
+    )
+
+
+def _decoding(case: Case) -> Iterator[MemoryItem]:
+    model, vae = case.model, case.model.vae
+    _, height, width = case.shape.latent(model)
+    tiles = tile_plan(case)
+    if tiles is not None:
+        height, width = tiles.tile
+    where = f"a tile of {height * vae.spatial_stride}×{width * vae.spatial_stride}" if tiles else "the whole frame"
+    positions = height * width
+    yield MemoryItem(
+        "VAE feature cache",
+        2 * vae.cached_elements * positions * model.itemsize,
+        "decoding",
+        f"2 (before and after a frame) × {vae.cached_elements} elements × {positions} latent positions of {where} × "
+        f"{model.itemsize} B",
+    )
+    yield MemoryItem(
+        "VAE activations of its largest layer",
+        vae.peak_elements * positions * model.itemsize,
+        "decoding",
+        f"{vae.peak_elements} elements × {positions} latent positions × {model.itemsize} B",
+    )
+    if tiles is None:
+        # Tiles are kept on the host.
+        pixels = case.shape.height * case.shape.width * case.shape.frames * vae.out_channels
+        yield MemoryItem(
+            "video",
+            2 * pixels * model.itemsize,
+            "decoding",
+            f"2 (in chunks and joined) × {pixels} × {model.itemsize} B",
+        )
+
+
+def tile_plan(case: Case) -> TilePlan | None:
+    """The tiles of the decoder, in latent positions; None where it decodes whole frames."""
+    vae = case.model.vae
+    if case.layout.vae_patch == 1:
+        return None
+    _, height, width = case.shape.latent(case.model)
+    tile, stride = vae.tile_pixels // vae.spatial_stride, vae.tile_stride // vae.spatial_stride
+    return TilePlan.for_size(height, width, tile=(tile, tile), stride=(stride, stride), scale=vae.spatial_stride)
+
+
+def tiles_per_rank(case: Case) -> tuple[int, int]:
+    """Tiles of the decoder, and the most that one rank decodes; (0, 0) where it decodes whole frames."""
+    tiles = tile_plan(case)
+    if tiles is None:
+        return 0, 0
+    return tiles.count, len(assign_tiles(tiles, case.layout.vae_patch)[0])
