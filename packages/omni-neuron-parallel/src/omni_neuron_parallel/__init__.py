@@ -3,13 +3,13 @@
 
 from omni_neuron_parallel.__about__ import __version__
 from omni_neuron_parallel.agreement import RankDisagreementError, check_rank_agreement, tensor_digest
-from omni_neuron_parallel.collectives import CollectiveError, collective_permute, collective_step
 from omni_neuron_parallel.cfg import (
     NeuronCFGParallelMixin,
     check_cfg_parallel_size,
     gather_branches,
     warn_of_idle_cfg_ranks,
 )
+from omni_neuron_parallel.collectives import CollectiveError, collective_permute, collective_step
 from omni_neuron_parallel.context_attention import ContextAttentionStats, ContextMethod, context_attention
 from omni_neuron_parallel.groups import (
     AxisGroup,
@@ -40,9 +40,11 @@ from omni_neuron_parallel.meshes import (
     routes_on_trn2,
     unroutable_groups,
 )
+from omni_neuron_parallel.patch_parallel import run_tiles
 from omni_neuron_parallel.provider import ParallelProvider
 from omni_neuron_parallel.sequence import SequenceParallel, SequenceShard
 from omni_neuron_parallel.softmax_bound import bounded_softmax_is_safe
+from omni_neuron_parallel.tiles import TilePlan, assign_tiles, stitch_tiles
 from omni_neuron_parallel.topology import (
     AXES,
     MESH_AXES,
@@ -76,9 +78,11 @@ __all__ = [
     "RowParallelLinear",
     "SequenceParallel",
     "SequenceShard",
+    "TilePlan",
     "Topology",
     "VocabParallelEmbedding",
     "__version__",
+    "assign_tiles",
     "bounded_softmax_is_safe",
     "check_cfg_parallel_size",
     "check_rank_agreement",
@@ -101,7 +105,9 @@ __all__ = [
     "rms_norm_across_heads",
     "routes_on_trn2",
     "run_on_ranks",
+    "run_tiles",
     "shard_size",
+    "stitch_tiles",
     "tensor_digest",
     "unroutable_groups",
     "valid_tensor_parallel_sizes",
