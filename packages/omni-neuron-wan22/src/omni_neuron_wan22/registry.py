@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this distribution registers with vLLM-Omni; the entry point `vllm_omni_neuron.models` names this module.
 
-Importing it imports no model code: that happens when vLLM-Omni resolves the pipeline.
+Importing it imports no model code: that happens when vLLM-Omni resolves the pipeline, or a plan is asked for.
 """
 
 PIPELINE_REGISTRY = [
@@ -13,3 +13,8 @@ PIPELINE_REGISTRY = [
         "post_process_func_name": "get_neuron_wan22_post_process_func",
     },
 ]
+
+# For `vllm-omni-neuron plan`: functions that return a `ModelSizes`, without arguments by a model's name, and with a
+# checkpoint folder by the `_class_name` of its model_index.json.
+PLANNABLE_MODELS = {"wan22-t2v-a14b": "omni_neuron_wan22.planning:t2v_a14b"}
+PLANNABLE_CHECKPOINTS = {"WanPipeline": "omni_neuron_wan22.planning:from_checkpoint"}

@@ -32,10 +32,10 @@ def plan_work(case: Case) -> tuple[Work, ...]:
     """FLOPs by part; a multiply-add is two. What is computed once a request (K and V of the text) is not in it."""
     model, tokens, tp = case.model, case.tokens, case.layout.tp
     parts: dict[str, tuple[float, float]] = {}
-    for linear in (*model.dit.applied_to("tokens"), *model.dit.applied_to("step")):
+    for linear in model.dit.applied_to(*tokens.of_rank):
         whole, local = parts.get(linear.name, (0.0, 0.0))
-        rows = (tokens.total, tokens.rows) if linear.rows == "tokens" else (1, 1)
-        parts[linear.name] = (whole + linear.flops(rows[0], 1), local + linear.flops(rows[1], tp))
+        once = 1 if linear.rows == "step" else tokens.total
+        parts[linear.name] = (whole + linear.flops(once, 1), local + linear.flops(tokens.of_rank[linear.rows], tp))
     work = [Work(name, model.branches * whole, case.forwards * local) for name, (whole, local) in parts.items()]
     for name, keys in ((SELF_ATTENTION, tokens.total), (CROSS_ATTENTION, model.text_length)):
         # Scores and values: 2 · 2 · queries · keys · channels; one exponential a query, key and head.
@@ -52,8 +52,8 @@ def hbm_bytes(case: Case) -> float:
     model, tokens, tp = case.model, case.tokens, case.layout.tp
     weights = model.dit.bytes(tp, model.itemsize)
     values = 0
-    for linear in model.dit.applied_to("tokens"):
-        values += linear.count * tokens.rows * sum(linear.local_shape(tp))
+    for linear in model.dit.applied_to(*tokens.of_rank):
+        values += linear.count * tokens.of_rank[linear.rows] * sum(linear.local_shape(tp))
     values += model.layers * (2 * tokens.rows + 2 * tokens.total) * case.local_hidden  # q, output, k, v
     values += model.layers * (2 * tokens.rows + 2 * model.text_length) * case.local_hidden
     return float(case.forwards * (weights + values * model.itemsize))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from omni_neuron_parallel.planning.model import ModelSizes
+from omni_neuron_parallel.planning.model import ModelSizes, Rows
 from omni_neuron_parallel.topology import divisors, valid_tensor_parallel_sizes
 
 Method = Literal["gather", "ring"]
@@ -154,6 +154,11 @@ class TokenSplit:
         """The split of `tokens` in `layout`."""
         rows = -(-tokens // layout.cp)
         return cls(tokens, rows, -(-rows // layout.tp) if layout.sequence_parallel else rows, rows * layout.cp)
+
+    @property
+    def of_rank(self) -> dict[Rows, int]:
+        """The rows that one rank computes in a step, by what a matrix is applied to."""
+        return {"tokens": self.rows, "stream": self.stream, "all": self.total, "step": 1}
 
     @property
     def waste(self) -> float:

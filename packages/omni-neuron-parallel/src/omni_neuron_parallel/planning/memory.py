@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from omni_neuron_parallel.layers import shard_size
 from omni_neuron_parallel.planning.hardware import GIB, MEASURED
 from omni_neuron_parallel.planning.layout import Case
 from omni_neuron_parallel.tiles import TilePlan, assign_tiles
@@ -28,7 +29,8 @@ class MemoryItem:
         stage: when it is there.
         formula: how the number comes about.
         basis: "measured" where the formula scales a figure that a fork measured on a device.
-        counted: whether it is in the sum; False where a larger figure for the same thing is.
+        counted: whether it is in the sum; False where a larger account of the same thing is.
+        by_formula: whether it is in the sum of formulas alone.
     """
 
     name: str
@@ -37,6 +39,7 @@ class MemoryItem:
     formula: str
     basis: Basis = "formula"
     counted: bool = True
+    by_formula: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Memory:
 
     def formula_total(self, stage: Stage) -> int:
         """The same from formulas alone, without what a fork measured."""
-        return sum(item.bytes for item in self.items if item.basis == "formula" and item.stage in ("always", stage))
+        return sum(item.bytes for item in self.items if item.by_formula and item.stage in ("always", stage))
 
     @property
     def peak(self) -> int:
@@ -121,7 +124,12 @@ def _resident(case: Case) -> Iterator[MemoryItem]:
         f"channels × {model.itemsize} B",
     )
     yield MemoryItem(
-        "unnamed term of the fork's sum", round(MEASURED.unnamed), "always", "0.55 GiB, not scaled", "measured"
+        "unnamed term of the fork's sum",
+        round(MEASURED.unnamed),
+        "always",
+        "0.55 GiB, not scaled",
+        "measured",
+        by_formula=False,
     )
     if layout.method == "gather" and layout.cp > 1:
         share = case.tokens.padded * case.local_hidden / MEASURED.gathered_values
@@ -131,41 +139,56 @@ def _resident(case: Case) -> Iterator[MemoryItem]:
             "always",
             f"{model.experts} graphs × 3.7 GiB × {share:.3f}, gathered values relative to the fork's layout",
             "measured",
+            by_formula=False,
         )
 
 
 def _denoising(case: Case) -> Iterator[MemoryItem]:
-    model, layout, tokens = case.model, case.layout, case.tokens
+    model, tokens = case.model, case.tokens
     yield MemoryItem(
         "latents and solver history",
         LATENT_COPIES * case.shape.latent_values(model) * FLOAT32,
         "denoising",
         f"{LATENT_COPIES} × {case.shape.latent_values(model)} × {FLOAT32} B",
     )
-    stream = tokens.stream * model.hidden
-    entering = tokens.rows * model.hidden
-    attention = entering + 4 * tokens.rows * case.local_hidden
-    feed_forward = 2 * entering + 2 * tokens.rows * -(-model.ffn // layout.tp)
-    activations = MemoryItem(
-        "activations of a layer",
-        stream * (model.itemsize + FLOAT32) + max(attention, feed_forward) * model.itemsize,
+    # Three accounts of the tensors that a graph makes and drops; the largest counts.
+    embedding = _embedding(case)
+    layer = (_layer_activations(case), _key_values(case))
+    scratch = MemoryItem(
+        "scratchpad of the fork's graphs",
+        round(MEASURED.scratch * tokens.rows / MEASURED.tokens_per_rank),
         "denoising",
-        f"{tokens.stream} × {model.hidden} × ({model.itemsize} + {FLOAT32}) B + {model.itemsize} B × the larger of "
-        "attention (input, q, k, v, output) and feed-forward (input, output, twice the inside)",
-    )
-    key_values = _key_values(case)
-    formula = activations.bytes + key_values.bytes
-    measured = round(MEASURED.scratch * tokens.rows / MEASURED.tokens_per_rank)
-    yield replace(activations, counted=formula >= measured)
-    yield replace(key_values, counted=formula >= measured)
-    yield MemoryItem(
-        "scratchpad, in place of the two above" if formula < measured else "scratchpad, less than the two above",
-        measured,
-        "denoising",
-        f"1.5 GiB × {tokens.rows} / {MEASURED.tokens_per_rank} tokens a rank",
+        f"1.5 GiB × {tokens.rows} / {MEASURED.tokens_per_rank} tokens a rank; the largest of these accounts counts",
         "measured",
-        formula < measured,
     )
+    sizes = (sum(item.bytes for item in layer), embedding.bytes, scratch.bytes)
+    by_formula, counted = max(sizes[:2]), max(sizes)
+    for items, size in zip((layer, (embedding,), (scratch,)), sizes, strict=True):
+        for item in items:
+            yield replace(item, counted=size == counted, by_formula=item.basis == "formula" and size == by_formula)
+
+
+def _embedding(case: Case) -> MemoryItem:
+    """What goes into and comes out of the layer that every rank applies to all tokens."""
+    tp, tokens, itemsize = case.layout.tp, case.tokens.total, case.model.itemsize
+    values = max((sum(linear.local_shape(tp)) for linear in case.model.dit.applied_to("all")), default=0)
+    formula = f"{tokens} tokens × {values} values × {itemsize} B, on every rank, before they are split"
+    return MemoryItem("embedding of all tokens", tokens * values * itemsize, "denoising", formula)
+
+
+def _layer_activations(case: Case) -> MemoryItem:
+    """The stream, a float32 copy of it for the norm, and what attention or the feed-forward holds at a time."""
+    model, tokens = case.model, case.tokens
+    attention = model.hidden + 4 * case.local_hidden
+    feed_forward = 2 * model.hidden + 2 * shard_size(model.ffn, case.layout.tp)
+    inside = max(attention, feed_forward)
+    size = tokens.stream * model.hidden * (model.itemsize + FLOAT32) + tokens.rows * inside * model.itemsize
+    formula = (
+        f"{tokens.stream} × {model.hidden} × ({model.itemsize} + {FLOAT32}) B + {tokens.rows} × {inside} × "
+        f"{model.itemsize} B: the larger of attention (input, q, k, v, output) and feed-forward (input, output, inside "
+        "before and after its activation)"
+    )
+    return MemoryItem("activations of a layer", size, "denoising", formula)
 
 
 def _key_values(case: Case) -> MemoryItem:

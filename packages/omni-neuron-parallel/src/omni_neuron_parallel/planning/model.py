@@ -10,7 +10,7 @@ from typing import Literal
 from omni_neuron_parallel.layers import shard_size
 
 Split = Literal["column", "row", "whole"]
-Rows = Literal["tokens", "text", "step", "lookup"]
+Rows = Literal["tokens", "stream", "all", "text", "step", "lookup"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Linear:
         outputs: features out.
         count: how many alike, usually the layers.
         split: over TP: "column" the outputs, "row" the inputs (its results are summed over TP), "whole" on every rank.
-        rows: what it is applied to: the video's "tokens" in every step, the "text" once a request, one row a "step", or
-            a "lookup" of rows, which costs no FLOPs.
+        rows: what it is applied to. In every step: a CP rank's "tokens", the "stream" that a rank holds between layers
+            (with SP a TP-th of them), "all" tokens of the video on every rank, or one row a "step". Once a request: the
+            "text". Or a "lookup" of rows, which costs no FLOPs.
         bias: whether there is one; of a row-split matrix every rank holds it whole.
         multiple_of: what must stay together when it is split, such as the channels of a head.
         itemsize: bytes an element; None for the model's.
@@ -97,9 +98,9 @@ class Weights:
         """Bytes on one rank, in a model of `itemsize` bytes an element."""
         return sum(weight.elements(tp) * (weight.itemsize or itemsize) for weight in self._all())
 
-    def applied_to(self, rows: Rows) -> list[Linear]:
-        """The matrices that are applied to `rows`."""
-        return [linear for linear in self.linears if linear.rows == rows]
+    def applied_to(self, *rows: Rows) -> list[Linear]:
+        """The matrices that are applied to one of `rows`."""
+        return [linear for linear in self.linears if linear.rows in rows]
 
     def _all(self) -> Iterator[Linear | Vector]:
         yield from self.linears

@@ -7,17 +7,17 @@ import dataclasses
 from typing import Any
 
 from omni_neuron_parallel.planning.hardware import MEASURED, Target
-from omni_neuron_parallel.planning.layout import Case, Layout
+from omni_neuron_parallel.planning.layout import Case, Layout, Method
 from omni_neuron_parallel.planning.memory import tiles_per_rank
-from omni_neuron_parallel.planning.roofline import Plan, Suggestion, part_seconds
+from omni_neuron_parallel.planning.roofline import Plan, Suggestion, part_seconds, plan
 from omni_neuron_parallel.topology import divisors, valid_tensor_parallel_sizes
 
 FORMAT = 1
 
 
-def plan_as_json(plan: Plan, devices: int) -> dict[str, Any]:
-    """The whole plan."""
-    case = plan.case
+def plan_as_json(planned: Plan, devices: int) -> dict[str, Any]:
+    """The whole planned."""
+    case = planned.case
     model, layout, shape = case.model, case.layout, case.shape
     tiles, most = tiles_per_rank(case)
     return {
@@ -37,7 +37,7 @@ def plan_as_json(plan: Plan, devices: int) -> dict[str, Any]:
             },
         },
         "video": {"height": shape.height, "width": shape.width, "frames": shape.frames},
-        "target": {"name": plan.target.name, "figures": _figures(plan.target)},
+        "target": {"name": planned.target.name, "figures": _figures(planned.target)},
         "layout": _layout(layout),
         "devices": {"available": devices, "used": layout.world_size, "replicas": devices // layout.world_size},
         "valid": {
@@ -54,35 +54,35 @@ def plan_as_json(plan: Plan, devices: int) -> dict[str, Any]:
             "waste": case.tokens.waste,
         },
         "memory": {
-            "capacity_bytes": plan.memory.capacity,
-            "denoising_bytes": plan.memory.total("denoising"),
-            "decoding_bytes": plan.memory.total("decoding"),
-            "formula_denoising_bytes": plan.memory.formula_total("denoising"),
-            "formula_decoding_bytes": plan.memory.formula_total("decoding"),
-            "peak_bytes": plan.memory.peak,
-            "fits": plan.memory.fits,
-            "verdict": plan.memory.verdict,
-            "items": [dataclasses.asdict(item) for item in plan.memory.items],
+            "capacity_bytes": planned.memory.capacity,
+            "denoising_bytes": planned.memory.total("denoising"),
+            "decoding_bytes": planned.memory.total("decoding"),
+            "formula_denoising_bytes": planned.memory.formula_total("denoising"),
+            "formula_decoding_bytes": planned.memory.formula_total("decoding"),
+            "peak_bytes": planned.memory.peak,
+            "fits": planned.memory.fits,
+            "verdict": planned.memory.verdict,
+            "items": [dataclasses.asdict(item) for item in planned.memory.items],
             "measured": measured_comparison(case),
         },
         "vae": {"tiles": tiles, "most_tiles_per_rank": most, "decoding_ranks": layout.vae_patch},
         "flops": {
-            "step": sum(work.flops for work in plan.work),
-            "per_core": sum(work.rank_flops for work in plan.work),
+            "step": sum(work.flops for work in planned.work),
+            "per_core": sum(work.rank_flops for work in planned.work),
             "items": [
                 {
                     "name": work.name,
                     "step": work.flops,
                     "per_core": work.rank_flops,
                     "exponentials_per_core": work.rank_exponentials,
-                    "seconds": part_seconds(work, plan.target),
+                    "seconds": part_seconds(work, planned.target),
                 }
-                for work in plan.work
+                for work in planned.work
             ],
         },
         "traffic": {
-            "bytes": sum(transfer.traffic.bytes for transfer in plan.transfers),
-            "collectives": sum(transfer.traffic.calls for transfer in plan.transfers),
+            "bytes": sum(transfer.traffic.bytes for transfer in planned.transfers),
+            "collectives": sum(transfer.traffic.calls for transfer in planned.transfers),
             "items": [
                 {
                     **dataclasses.asdict(transfer.traffic),
@@ -92,10 +92,11 @@ def plan_as_json(plan: Plan, devices: int) -> dict[str, Any]:
                     "hidden_seconds": transfer.hidden,
                     "exposed_seconds": transfer.exposed,
                 }
-                for transfer in plan.transfers
+                for transfer in planned.transfers
             ],
         },
-        "seconds": {**_seconds(plan), "hbm_bytes": plan.hbm_bytes},
+        "seconds": {**_seconds(planned), "hbm_bytes": planned.hbm_bytes},
+        "other_method": _other_method(planned),
     }
 
 
@@ -107,13 +108,22 @@ def suggestions_as_json(suggestions: list[Suggestion]) -> list[dict[str, Any]]:
     ]
 
 
-def _choice(plan: Plan) -> dict[str, Any]:
+def _other_method(planned: Plan) -> dict[str, Any] | None:
+    layout = planned.case.layout
+    if layout.cp == 1:
+        return None
+    method: Method = "ring" if layout.method == "gather" else "gather"
+    case = dataclasses.replace(planned.case, layout=dataclasses.replace(layout, method=method))
+    return _choice(plan(case, planned.target, layout.world_size))
+
+
+def _choice(planned: Plan) -> dict[str, Any]:
     return {
-        "layout": _layout(plan.case.layout),
-        "seconds": _seconds(plan),
-        "peak_bytes": plan.memory.peak,
-        "fits": plan.memory.fits,
-        "verdict": plan.memory.verdict,
+        "layout": _layout(planned.case.layout),
+        "seconds": _seconds(planned),
+        "peak_bytes": planned.memory.peak,
+        "fits": planned.memory.fits,
+        "verdict": planned.memory.verdict,
     }
 
 
@@ -121,13 +131,13 @@ def _layout(layout: Layout) -> dict[str, Any]:
     return {**dataclasses.asdict(layout), "world_size": layout.world_size}
 
 
-def _seconds(plan: Plan) -> dict[str, float]:
+def _seconds(planned: Plan) -> dict[str, float]:
     return {
-        "compute": plan.compute_seconds,
-        "hbm": plan.hbm_seconds,
-        "exposed": plan.exposed_seconds,
-        "hidden": plan.hidden_seconds,
-        "step": plan.step_seconds,
+        "compute": planned.compute_seconds,
+        "hbm": planned.hbm_seconds,
+        "exposed": planned.exposed_seconds,
+        "hidden": planned.hidden_seconds,
+        "step": planned.step_seconds,
     }
 
 

@@ -12,6 +12,7 @@ from .convert import convert_stage_config
 from .doctor import doctor
 from .generate import generate
 from .models import models
+from .plan import plan
 from .version import version
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(doctor)
 app.command()(models)
+app.command()(plan)
 app.command()(convert_stage_config)
 app.command()(version)
 
