@@ -108,7 +108,8 @@ class Layout:
         Raises:
             PlanError: naming the sizes that can.
         """
-        for setting, value in (("tp", self.tp), ("cp", self.cp), ("cfg", self.cfg), ("vae_patch", self.vae_patch)):
+        sizes = {"tp": self.tp, "cp": self.cp, "cfg": self.cfg, "vae_patch": self.vae_patch, "devices": devices}
+        for setting, value in sizes.items():
             if value < 1:
                 raise PlanError(setting, f"{value} is not 1 or more")
         if self.method not in METHODS:

@@ -50,16 +50,14 @@ def _print_verdict(data: Mapping[str, Any]) -> None:
     if memory["measured"] is not None:
         measured = memory["measured"]
         console.print(
-            f"A fork measured this layout: {_gib(measured['total'])}, of it weights {_gib(measured['weights'])} (its text "
-            "encoder is split over all ranks, ours over TP).",
+            f"A fork measured this layout: {_gib(measured['total'])}, of it weights {_gib(measured['weights'])} (its "
+            "text encoder is split over all ranks, ours over TP).",
             markup=False,
         )
     other = data["other_method"]
     if other is not None:
-        console.print(
-            f"With --method {other['layout']['method']}: {other['verdict']}; a step of {_ms(other['seconds']['step'])} ms",
-            markup=False,
-        )
+        step = f"a step of {_ms(other['seconds']['step'])} ms"
+        console.print(f"With --method {other['layout']['method']}: {other['verdict']}; {step}", markup=False)
 
 
 def _layout(data: Mapping[str, Any]) -> Table:
