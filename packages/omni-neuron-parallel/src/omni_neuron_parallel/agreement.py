@@ -8,6 +8,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 
+from omni_neuron_parallel.collectives import collective_errors
 from omni_neuron_parallel.groups import get_world_group
 
 
@@ -26,13 +27,15 @@ def check_rank_agreement(tensor: torch.Tensor, what: str) -> None:
     """Compare `tensor` bit for bit over all ranks. Collective over the world; nothing to do in a world of one.
 
     Raises:
+        CollectiveError: a rank died or did not take part.
         RankDisagreementError: on every rank, naming `what` and which ranks hold which digest.
     """
     world = get_world_group()
     if world is None:
         return
     digests: list[str] = [""] * dist.get_world_size(world)
-    dist.all_gather_object(digests, tensor_digest(tensor), group=world)
+    with collective_errors("world", range(len(digests)), dist.get_rank(), f"comparison of {what}"):
+        dist.all_gather_object(digests, tensor_digest(tensor), group=world)
     if len(set(digests)) > 1:
         holders = {digest: [rank for rank, other in enumerate(digests) if other == digest] for digest in digests}
         listing = "; ".join(f"ranks {ranks}: {digest[:12]}" for digest, ranks in holders.items())

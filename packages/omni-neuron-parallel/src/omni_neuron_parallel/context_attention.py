@@ -84,9 +84,10 @@ def context_attention(
 
     "gather" joins K and V in one stacked all-gather and calls torch's attention: one collective, K and V of the whole
     sequence on every rank. "ring" keeps K and V in shards and passes them on, one rotation a step, each started before
-    the block at hand is computed; two shards are held at a time. Both are exact. In the ring the heads that
-    `bounded_softmax_is_safe` proves safe add up unshifted exponentials, the others keep a running maximum; that proof
-    costs one all-gather of two numbers a head, and it and the rotation run in eager mode only.
+    the block at hand is computed; two shards are held at a time. Both are exact, and torch.compile traces both into one
+    graph. In the ring the heads that `bounded_softmax_is_safe` proves safe add up unshifted exponentials, the others
+    keep a running maximum; that proof costs one all-gather of two numbers a head. It decides by data, which one graph
+    cannot: compiled, every head keeps the running maximum, and nothing is gathered for the proof.
 
     Args:
         q: `[B, S_q, N, D]`, this rank's queries; S_q is free, so queries that every rank holds may be among them.
@@ -101,7 +102,7 @@ def context_attention(
         return_lse: also return the logarithm of each row's softmax denominator.
         joint_kv: further keys and values `[B, S_joint, N, D]` that every rank holds whole, such as a text prompt's;
             each query attends to them once. They are not counted in `kv_length`.
-        stats: counters to add to. Counting waits for the device.
+        stats: counters to add to. Counting waits for the device, and cannot be compiled.
 
     Returns:
         `[B, S_q, N, D]` in q's dtype, accumulated in float32; with `return_lse` also float32 `[B, N, S_q]`.
@@ -185,11 +186,7 @@ def _ring(
     joint_kv: KeysValues | None,
     stats: ContextAttentionStats | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    safe = _safe_heads(q, k, v, group, scale, valid, joint_kv)
-    split = [
-        HeadSums(q, scale, heads.nonzero().flatten(), bounded) for heads, bounded in ((safe, True), (~safe, False))
-    ]
-    sums = [part for part in split if len(part.heads)]
+    sums = _split_heads(q, k, v, group, scale, valid, joint_kv)
     blocks = 0
     if joint_kv is not None and joint_kv[0].shape[1]:
         blocks += 1
@@ -208,11 +205,28 @@ def _ring(
             block = next_block()
     if stats is not None:
         stats.blocks += blocks
-        stats.bounded_heads += int(safe.sum())
+        stats.bounded_heads += sum(len(part.heads) for part in sums if part.bounded)
     order = torch.cat([part.heads for part in sums]).argsort()
     output = torch.cat([part.output() for part in sums], dim=1).index_select(1, order)
     lse = torch.cat([part.log_sum_exp() for part in sums], dim=1).index_select(1, order)
     return output.transpose(1, 2).to(q.dtype), lse
+
+
+def _split_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: AxisGroup,
+    scale: float,
+    valid: list[int],
+    joint_kv: KeysValues | None,
+) -> list[HeadSums]:
+    """Empty sums of the heads: of those with a bounded softmax, and of those with a running maximum."""
+    if torch.compiler.is_compiling():
+        return [HeadSums(q, scale, torch.arange(q.shape[2], device=q.device), bounded=False)]
+    safe = _safe_heads(q, k, v, group, scale, valid, joint_kv)
+    split = ((safe.nonzero().flatten(), True), ((~safe).nonzero().flatten(), False))
+    return [HeadSums(q, scale, heads, bounded) for heads, bounded in split if len(heads)]
 
 
 def _safe_heads(

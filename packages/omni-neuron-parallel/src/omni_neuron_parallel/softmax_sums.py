@@ -25,7 +25,7 @@ class HeadSums:
     """
 
     def __init__(self, q: torch.Tensor, scale: float, heads: torch.Tensor, bounded: bool):
-        self.heads = heads
+        self.heads, self.bounded = heads, bounded
         self._all_heads = len(heads) == q.shape[2]
         self._queries = self._select(q) * scale
         batch, count, rows, dim = self._queries.shape
