@@ -177,7 +177,9 @@ def test_order_of_device_initialisation(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(worker, "load_parallel_provider", Provider)
     monkeypatch.setattr(diffusion_worker.DiffusionWorker, "shutdown", lambda _self: events.append("stock shutdown"))
-    sizes = types.SimpleNamespace(tensor_parallel_size=2, sequence_parallel_size=1, cfg_parallel_size=1)
+    sizes = types.SimpleNamespace(
+        tensor_parallel_size=2, sequence_parallel_size=1, cfg_parallel_size=1, vae_patch_parallel_size=2
+    )
     instance = worker_of(num_gpus=2, parallel_config=sizes)
     instance.rank = 1
     instance.init_device()
@@ -187,7 +189,7 @@ def test_order_of_device_initialisation(monkeypatch: pytest.MonkeyPatch) -> None
     assert events == [
         ("device", 5, 2),
         ("groups", 77.0),
-        ("adopt", {"tp": 2, "cp": 1, "cfg": 1}),
+        ("adopt", {"tp": 2, "cp": 1, "cfg": 1, "vae_patch": 2}),
         "destroy",
         "stock shutdown",
         "stock shutdown",

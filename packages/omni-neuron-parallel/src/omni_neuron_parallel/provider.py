@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from omni_neuron_parallel.groups import destroy_parallel
+from omni_neuron_parallel.meshes import mesh_is_in_force, place_on_mesh
 from omni_neuron_parallel.topology import Topology
 
 
@@ -13,11 +14,19 @@ class ParallelProvider:
     A provider of another distribution offers the same two methods under the same entry-point group.
     """
 
-    def initialize_from_vllm_omni(self, *, tp: int, cp: int, cfg: int) -> Topology:
-        """Adopt the groups that vLLM-Omni's worker has built; sizes as in its parallel configuration."""
+    def initialize_from_vllm_omni(self, *, tp: int, cp: int, cfg: int, vae_patch: int = 1) -> Topology:
+        """Adopt the groups that vLLM-Omni's worker has built; sizes as in its parallel configuration.
+
+        On a trn2, layouts that lie on its physical mesh get new groups there.
+
+        Raises:
+            ValueError: `vae_patch` does not divide the world.
+        """
         from omni_neuron_parallel.vllm_omni_adapter import adopt_vllm_omni_groups
 
-        topology = Topology(tp=tp, cp=cp, cfg=cfg)
+        topology = Topology(tp=tp, cp=cp, cfg=cfg, vae_patch=vae_patch)
+        if mesh_is_in_force():
+            topology = place_on_mesh(topology)
         adopt_vllm_omni_groups(topology)
         return topology
 

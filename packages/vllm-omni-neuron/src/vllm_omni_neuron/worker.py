@@ -97,7 +97,10 @@ class NeuronDiffusionWorker(DiffusionWorker):
             sizes = self.od_config.parallel_config
             self._parallel = load_parallel_provider()
             self._parallel.initialize_from_vllm_omni(
-                tp=sizes.tensor_parallel_size, cp=sizes.sequence_parallel_size, cfg=sizes.cfg_parallel_size
+                tp=sizes.tensor_parallel_size,
+                cp=sizes.sequence_parallel_size,
+                cfg=sizes.cfg_parallel_size,
+                vae_patch=sizes.vae_patch_parallel_size,
             )
 
     def load_model(self, load_format: str = "default", custom_pipeline_name: str | None = None, **kwargs: Any) -> None:
