@@ -9,13 +9,16 @@ chunk and all later ones take and return the same cache shapes, and a compiler s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_neuron_wan22.config import VaeConfig
+from omni_neuron_parallel import AxisGroup, TilePlan, run_tiles
+from omni_neuron_wan22.config import VaeConfig, WanConfigError
 
 CACHED_FRAMES = 2
 
@@ -217,16 +220,60 @@ class NeuronWanDecoder3d(nn.Module):
         return cache
 
 
+@dataclass(frozen=True)
+class VaeTiling:
+    """How a video is cut into tiles for decoding, in pixels; names and defaults are diffusers'.
+
+    Attributes:
+        tile_sample_min_height, tile_sample_min_width: of a tile; a smaller video is one tile.
+        tile_sample_stride_height, tile_sample_stride_width: distance between tiles; what they overlap by is blended.
+    """
+
+    tile_sample_min_height: int = 256
+    tile_sample_min_width: int = 256
+    tile_sample_stride_height: int = 192
+    tile_sample_stride_width: int = 192
+
+    def plan(self, height: int, width: int, scale: int) -> TilePlan:
+        """The plan for latents of `height` × `width`, each of which becomes `scale` pixels.
+
+        Raises:
+            WanConfigError: a tile or stride that is not a multiple of `scale`, or a stride larger than the tile.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value < scale or value % scale:
+                raise WanConfigError(f"{field.name} = {value}: valid values are positive multiples of {scale}")
+        for axis in ("height", "width"):
+            tile, stride = getattr(self, f"tile_sample_min_{axis}"), getattr(self, f"tile_sample_stride_{axis}")
+            if stride > tile:
+                raise WanConfigError(
+                    f"tile_sample_stride_{axis} = {stride} leaves gaps between tiles of tile_sample_min_{axis} = "
+                    f"{tile}; valid values are {scale} to {tile}"
+                )
+        return TilePlan.for_size(
+            height,
+            width,
+            tile=(self.tile_sample_min_height // scale, self.tile_sample_min_width // scale),
+            stride=(self.tile_sample_stride_height // scale, self.tile_sample_stride_width // scale),
+            scale=scale,
+        )
+
+
 class NeuronAutoencoderKLWan(nn.Module):
-    """The VAE as far as text-to-video needs it: latents to video. Lives on global rank 0 only.
+    """The VAE as far as text-to-video needs it: latents to video. Lives on the ranks that decode only.
 
     Args:
         config: sizes and the latents' statistics.
+
+    Attributes:
+        tiling: how `decode` cuts the video into tiles; None, as at first, decodes it whole. See `enable_tiling`.
     """
 
     def __init__(self, config: VaeConfig):
         super().__init__()
         self.config = config
+        self.tiling: VaeTiling | None = None
         self.post_quant_conv = WanCausalConv3d(config.z_dim, config.z_dim, (1, 1, 1))
         self.decoder = NeuronWanDecoder3d(config)
         self.requires_grad_(False)
@@ -236,19 +283,65 @@ class NeuronAutoencoderKLWan(nn.Module):
         """The dtype of weights and activations."""
         return self.post_quant_conv.weight.dtype
 
+    def enable_tiling(self, tiling: VaeTiling | None = None) -> None:
+        """Decode tile by tile from now on, by default with diffusers' tiles of 256 pixels every 192."""
+        self.tiling = tiling or VaeTiling()
+
     def denormalize(self, latents: torch.Tensor) -> torch.Tensor:
         """The DiT's unit-variance latents to the VAE's own: latents · std + mean, channel by channel."""
         statistics = torch.tensor([self.config.latents_mean, self.config.latents_std], dtype=torch.float32)
         mean, std = statistics.to(latents.device)[:, None, :, None, None, None].unbind(0)
         return (latents.float() * std + mean).to(self.dtype)
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode `[B, z, T, h, w]` (the VAE's own scale) to a video `[B, 3, 4 T − 3, 8 h, 8 w]` within ±1."""
+    @overload
+    def decode(self, latents: torch.Tensor, *, tiling: VaeTiling | None = None) -> torch.Tensor: ...
+    @overload
+    def decode(
+        self, latents: torch.Tensor, *, tiling: VaeTiling | None = None, group: AxisGroup
+    ) -> torch.Tensor | None: ...
+    def decode(
+        self, latents: torch.Tensor, *, tiling: VaeTiling | None = None, group: AxisGroup | None = None
+    ) -> torch.Tensor | None:
+        """Decode latents to a video, whole or in tiles, here or on the ranks of a group.
+
+        Tiles are decoded one after the other, so the feature cache is one tile's. The mid block's attention sees one
+        tile instead of the frame: a tiled video is close to, not the same as, the video decoded whole. How many ranks
+        share the tiles changes no bit.
+
+        Args:
+            latents: `[B, z, T, h, w]` in the VAE's own scale, whole and the same on every rank.
+            tiling: instead of `self.tiling`. With neither, more than one rank in `group` means `VaeTiling()`.
+            group: the ranks that share the tiles; collective over it. None: this process alone.
+
+        Returns:
+            The video `[B, 3, 4 T − 3, 8 h, 8 w]` within ±1, in `dtype`: on the latents' device if decoded whole, on the
+            host if in tiles, on the first rank of the group that holds global rank 0. None on every other rank; those
+            of other groups return at once.
+
+        Raises:
+            WanConfigError: a tiling that does not fit the VAE.
+        """
+        tiling, group = tiling or self.tiling, group or AxisGroup("vae_patch")
+        if tiling is None and group.ranks == (0,):
+            return torch.cat([frames.clamp(-1.0, 1.0) for frames in self._decode_frames(latents)], dim=2)
+        frames, height, width = latents.shape[2:]
+        video = run_tiles(
+            # From the host, so that a tile reaches the device in one piece and of one layout.
+            latents.cpu(),
+            lambda tile: self._decode_frames(tile.to(latents.device)),
+            (tiling or VaeTiling()).plan(height, width, self.config.scale_factor_spatial),
+            channels=self.config.out_channels,
+            frames=self.config.scale_factor_temporal * (frames - 1) + 1,
+            dtype=self.dtype,
+            group=group,
+        )
+        return None if video is None else video.clamp_(-1.0, 1.0)
+
+    def _decode_frames(self, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The frames of each latent frame in turn, not yet clamped."""
         hidden = self.post_quant_conv(latents)
         feature_cache = self.decoder.empty_feature_cache(hidden[:, :, :1])
-        chunks = []
         for index in range(hidden.shape[2]):
             frame = hidden[:, :, index : index + 1]
             frames, feature_cache = self.decoder(frame, feature_cache, first_chunk=index == 0)
-            chunks.append(frames.clamp(-1.0, 1.0))
-        return torch.cat(chunks, dim=2)
+            yield frames
