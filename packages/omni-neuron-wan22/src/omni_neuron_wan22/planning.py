@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from omni_neuron_parallel.planning import Linear, ModelSizes, VaeSizes, Vector, Weights
+from omni_neuron_parallel.planning import Linear, ModelSizes, Rows, Split, VaeSizes, Vector, Weights
 from omni_neuron_wan22.checkpoint import WanCheckpoint
 from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError
 from omni_neuron_wan22.request import DEFAULT_MAX_SEQUENCE_LENGTH
@@ -64,8 +64,10 @@ def model_sizes(name: str, experts: int, dit: WanConfig, text: UMT5Config, vae: 
 def _transformer(config: WanConfig) -> Weights:
     dim, layers = config.hidden_size, config.num_layers
 
-    def block(name: str, inputs: int, outputs: int, split: str, rows: str = "tokens", multiple_of: int = 1) -> Linear:
-        return Linear(name, inputs, outputs, layers, split, rows, multiple_of=multiple_of)  # type: ignore[arg-type]
+    def block(
+        name: str, inputs: int, outputs: int, split: Split, rows: Rows = "tokens", multiple_of: int = 1
+    ) -> Linear:
+        return Linear(name, inputs, outputs, layers, split, rows, multiple_of=multiple_of)
 
     own, cross, embeddings = "self-attention projections", "cross-attention projections", "embeddings and output"
     linears = (
@@ -97,8 +99,8 @@ def _text_encoder(config: UMT5Config) -> Weights:
     name, dim, inner = "text encoder", config.d_model, config.num_heads * config.d_kv
     layers, head = config.num_layers, config.d_kv
 
-    def block(inputs: int, outputs: int, count: int, split: str, multiple_of: int = 1) -> Linear:
-        return Linear(name, inputs, outputs, count * layers, split, "text", False, multiple_of)  # type: ignore[arg-type]
+    def block(inputs: int, outputs: int, count: int, split: Split, multiple_of: int = 1) -> Linear:
+        return Linear(name, inputs, outputs, count * layers, split, "text", False, multiple_of)
 
     return Weights(
         (

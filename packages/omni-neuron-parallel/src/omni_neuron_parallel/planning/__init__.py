@@ -9,7 +9,7 @@ from omni_neuron_parallel.planning.compute import Work, hbm_bytes, plan_work
 from omni_neuron_parallel.planning.hardware import GIB, MEASURED, TARGETS, Figure, MeasuredMemory, Target
 from omni_neuron_parallel.planning.layout import METHODS, Case, Layout, Method, PlanError, TokenSplit, VideoShape
 from omni_neuron_parallel.planning.memory import Memory, MemoryItem, plan_memory, tiles_per_rank
-from omni_neuron_parallel.planning.model import Linear, ModelSizes, VaeSizes, Vector, Weights
+from omni_neuron_parallel.planning.model import Linear, ModelSizes, Rows, Split, VaeSizes, Vector, Weights
 from omni_neuron_parallel.planning.report import plan_as_json, suggestions_as_json
 from omni_neuron_parallel.planning.roofline import Plan, Suggestion, Transfer, plan, suggest
 from omni_neuron_parallel.planning.traffic import Traffic, plan_traffic
@@ -30,6 +30,8 @@ __all__ = [
     "ModelSizes",
     "Plan",
     "PlanError",
+    "Rows",
+    "Split",
     "Suggestion",
     "Target",
     "TokenSplit",
