@@ -33,8 +33,8 @@ class FeatureCache:
     def extend(self, frames: torch.Tensor) -> torch.Tensor:
         """`[B, C, T, H, W]` with its two past frames before it; its own last two become the next call's past."""
         extended = torch.cat([next(self._past), frames], dim=2)
-        # Contiguous, as the first chunk's zeros are: other strides are another graph to a compiler, and a view would keep
-        # all of `extended`.
+        # Contiguous, as the first chunk's zeros are: other strides are another graph to a compiler, and a view would
+        # keep all of `extended`.
         self.future.append(extended[:, :, -CACHED_FRAMES:].contiguous())
         return extended
 
