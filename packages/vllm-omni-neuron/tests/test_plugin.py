@@ -83,6 +83,26 @@ def test_vllm_neuron_answers_for_vllm_where_it_is_installed(
     assert plugin.neuron_platform_plugin() == answer
 
 
+def test_importing_vllm_starts_no_build_of_cuda_kernels(monkeypatch: pytest.MonkeyPatch, cpu_mode: None) -> None:
+    monkeypatch.delenv("HUMMING_DISABLE_PARALLEL_BUILD", raising=False)
+    # The library's modules that build when imported; the probe imports what loads them in a worker.
+    probe = (
+        "import subprocess\n"
+        "started = []\n"
+        "popen = subprocess.Popen.__init__\n"
+        "def record(self, arguments, *args, **kwargs):\n"
+        "    started.append(str(arguments))\n"
+        "    return popen(self, arguments, *args, **kwargs)\n"
+        "subprocess.Popen.__init__ = record\n"
+        "from vllm.platforms import current_platform\n"
+        "current_platform.device_type\n"
+        "import humming.ops.utils, humming.utils.nvrtc\n"
+        "print([command for command in started if 'humming' in command])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]", result.stdout
+
+
 def test_a_failure_is_logged_before_it_is_raised(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -105,6 +106,9 @@ def neuron_platform_plugin() -> str | None:
 
     if not runtime.is_active():
         return None
+    # vLLM depends on a library of CUDA kernels that, when imported, builds its launcher in two more Python processes:
+    # for every worker again where there is no CUDA to build it with.
+    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
     theirs = _platform_entry_point_of_vllm_neuron()
     if theirs is None:
         return VLLM_PLATFORM

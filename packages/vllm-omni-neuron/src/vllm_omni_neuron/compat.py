@@ -18,6 +18,11 @@ Replaced in each worker, by `apply_worker_patches` (called when `vllm_omni_neuro
   (`name_shared_memory`), so that the engine can remove what a killed worker leaves. Goes when vLLM-Omni's `ipc` and
   vLLM's `MessageQueue` name their segments.
 
+Set in the environment, by `neuron_platform_plugin`:
+
+- `HUMMING_DISABLE_PARALLEL_BUILD`: vLLM imports a library of CUDA kernels that starts two Python processes to build its
+  launcher, in vain and in every worker again. Goes when vLLM does not import it where there is no CUDA.
+
 For the time of one call:
 
 - `torch.distributed.distributed_c10d.default_pg_timeout` (`collective_timeout`): vLLM-Omni and vLLM make all process
