@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from omni_neuron_parallel import AxisGroup, get_group
+from omni_neuron_parallel import AxisGroup, ContextMethod, get_group
 from omni_neuron_runtime import CheckpointError, SafetensorsCheckpoint
 from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError, read_json
 from omni_neuron_wan22.mapping import (
@@ -168,10 +168,16 @@ def load_transformer(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     group: AxisGroup | None = None,
+    sequence_parallel: bool = False,
+    context_method: ContextMethod = "auto",
 ) -> WanTransformer3DModel:
-    """One expert's DiT, this rank's shards only, in `dtype` (the modulation's parameters in float32)."""
+    """One expert's DiT, this rank's shards only, in `dtype` (the modulation's parameters in float32).
+
+    The last two arguments are those of `WanTransformer3DModel`.
+    """
     config = checkpoint.transformer_config(expert)
-    return _load(_transformer(config), transformer_mapping(config), checkpoint.path / expert, dtype, device, group)
+    make = _transformer(config, sequence_parallel, context_method)
+    return _load(make, transformer_mapping(config), checkpoint.path / expert, dtype, device, group)
 
 
 def load_text_encoder(
@@ -203,8 +209,12 @@ def load_vae(
     )
 
 
-def _transformer(config: WanConfig) -> Callable[[AxisGroup], WanTransformer3DModel]:
-    return lambda group: WanTransformer3DModel(config, group=group)
+def _transformer(
+    config: WanConfig, sequence_parallel: bool = False, context_method: ContextMethod = "auto"
+) -> Callable[[AxisGroup], WanTransformer3DModel]:
+    return lambda group: WanTransformer3DModel(
+        config, group=group, sequence_parallel=sequence_parallel, context_method=context_method
+    )
 
 
 def _text_encoder(config: UMT5Config) -> Callable[[AxisGroup], NeuronTextEncoderWrapper]:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Wan2.2 DiT, written for one rank; TP is in the layers' names, the checkpoint's names are in checkpoint.py."""
+"""The Wan2.2 DiT, written for one rank; TP is in the layers' names, CP in `context_attention`.
+
+The tokens S of a video are split over CP, whole over TP; with sequence parallelism a rank's tokens are further split
+over TP between two row-parallel layers. Below, S_cp = ceil(S / cp) and S_tp = ceil(S_cp / tp), or S_cp without it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,13 @@ from torch import nn
 from omni_neuron_parallel import (
     AxisGroup,
     ColumnParallelLinear,
+    ContextMethod,
     DistributedRMSNorm,
     QKVParallelLinear,
     RowParallelLinear,
+    SequenceParallel,
+    SequenceShard,
+    context_attention,
     get_group,
     rms_norm_across_heads,
 )
@@ -100,35 +108,70 @@ def _modulate(normalised: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 class WanSelfAttention(nn.Module):
     """Self-attention over all tokens: heads split over TP, queries and keys RMS-normalised across all heads.
 
-    Input and output `[B, S, hidden]`, replicated over TP.
+    Input `[B, S_cp, hidden]`, output `[B, S_tp, hidden]`.
     """
 
-    def __init__(self, dim: int, num_heads: int, head_dim: int, eps: float, *, group: AxisGroup | None = None):
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        group: AxisGroup | None = None,
+        context_group: AxisGroup | None = None,
+        sequence_parallel: bool = False,
+        context_method: ContextMethod = "auto",
+    ):
         super().__init__()
         self.group = group or get_group("tp")
+        self.context_group = context_group or get_group("cp")
+        # A ring of one rank would be plain attention in a slower way.
+        self.context_method: ContextMethod = context_method if self.context_group.size > 1 else "auto"
         self.head_dim, self.hidden_size, self.eps = head_dim, num_heads * head_dim, eps
         self.qkv = QKVParallelLinear(dim, num_heads, head_dim, group=self.group)
         self.norm_q = DistributedRMSNorm(self.hidden_size, eps, group=self.group)
         self.norm_k = DistributedRMSNorm(self.hidden_size, eps, group=self.group)
-        self.o = RowParallelLinear(self.hidden_size, dim, group=self.group)
+        self.o = RowParallelLinear(self.hidden_size, dim, group=self.group, sequence_parallel=sequence_parallel)
 
-    def forward(self, hidden: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Attend; `rotary_emb` are the tables of `WanRotaryPosEmbed` for these tokens."""
+    def forward(
+        self, hidden: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor], kv_length: int | None = None
+    ) -> torch.Tensor:
+        """Attend to the tokens of all CP ranks.
+
+        Args:
+            hidden: this CP rank's tokens.
+            rotary_emb: the tables of `WanRotaryPosEmbed` for these tokens.
+            kv_length: S, where pads follow it; None for no pads.
+        """
         query, key, value = self.qkv(hidden)
         gains = [self.norm_q.weight, self.norm_k.weight]
         query, key = rms_norm_across_heads([query, key], gains, self.hidden_size, self.eps, self.group)
         query, key, value = (tensor.unflatten(2, (-1, self.head_dim)) for tensor in (query, key, value))
         query, key = (apply_rotary_emb_wan(tensor, *rotary_emb) for tensor in (query, key))
-        return self.o(_attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)))
+        attended = context_attention(
+            query, key, value, group=self.context_group, kv_length=kv_length, method=self.context_method
+        )
+        return self.o(attended.flatten(2))
 
 
 class WanCrossAttention(nn.Module):
     """Attention of the video's tokens on the text; keys and values are projected once a request (`project_kv`).
 
-    As in Wan, the padded text positions take part: there is no mask.
+    As in Wan, the padded text positions take part: there is no mask. Every CP rank has the whole text, so nothing is
+    communicated over CP.
     """
 
-    def __init__(self, dim: int, num_heads: int, head_dim: int, eps: float, *, group: AxisGroup | None = None):
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        group: AxisGroup | None = None,
+        sequence_parallel: bool = False,
+    ):
         super().__init__()
         group = group or get_group("tp")
         self.head_dim = head_dim
@@ -138,7 +181,7 @@ class WanCrossAttention(nn.Module):
         self.v = ColumnParallelLinear(dim, inner, group=group)
         self.norm_q = DistributedRMSNorm(inner, eps, group=group)
         self.norm_k = DistributedRMSNorm(inner, eps, group=group)
-        self.o = RowParallelLinear(inner, dim, group=group)
+        self.o = RowParallelLinear(inner, dim, group=group, sequence_parallel=sequence_parallel)
 
     def project_kv(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, N / tp, L, D]` of the embedded text `context` `[B, L, hidden]`."""
@@ -151,7 +194,7 @@ class WanCrossAttention(nn.Module):
         key_value: tuple[torch.Tensor, torch.Tensor],
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend: `[B, S, hidden]` to `[B, S, hidden]`, replicated over TP; `bias` as in `CrossAttentionKV`."""
+        """Attend: `[B, S_cp, hidden]` to `[B, S_tp, hidden]`; `bias` as in `CrossAttentionKV`."""
         query = self._heads(self.norm_q(self.q(hidden)))
         return self.o(_attend(query, *key_value, bias))
 
@@ -162,28 +205,49 @@ class WanCrossAttention(nn.Module):
 class WanFeedForward(nn.Module):
     """Two linear layers with a tanh-approximated GELU between, the inner features split over TP."""
 
-    def __init__(self, dim: int, inner_dim: int, *, group: AxisGroup | None = None):
+    def __init__(self, dim: int, inner_dim: int, *, group: AxisGroup | None = None, sequence_parallel: bool = False):
         super().__init__()
         self.up = ColumnParallelLinear(dim, inner_dim, group=group)
-        self.down = RowParallelLinear(inner_dim, dim, group=group)
+        self.down = RowParallelLinear(inner_dim, dim, group=group, sequence_parallel=sequence_parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[B, S, dim]` to `[B, S, dim]`, replicated over TP."""
+        """`[B, S_cp, dim]` to `[B, S_tp, dim]`."""
         return self.down(F.gelu(self.up(hidden), approximate="tanh"))
 
 
 class WanTransformerBlock(nn.Module):
     """Self-attention, cross-attention and feed-forward, the first and the last modulated by the timestep."""
 
-    def __init__(self, config: WanConfig, *, group: AxisGroup | None = None):
+    def __init__(
+        self,
+        config: WanConfig,
+        *,
+        group: AxisGroup | None = None,
+        context_group: AxisGroup | None = None,
+        sequence_parallel: bool = False,
+        context_method: ContextMethod = "auto",
+    ):
         super().__init__()
+        group = group or get_group("tp")
+        self.sequence_group = group if sequence_parallel else AxisGroup("tp")
         dim, heads, head_dim = config.hidden_size, config.num_attention_heads, config.attention_head_dim
         self.norm1 = FP32LayerNorm(dim, config.eps)
-        self.attn1 = WanSelfAttention(dim, heads, head_dim, config.eps, group=group)
+        self.attn1 = WanSelfAttention(
+            dim,
+            heads,
+            head_dim,
+            config.eps,
+            group=group,
+            context_group=context_group,
+            sequence_parallel=sequence_parallel,
+            context_method=context_method,
+        )
         self.norm2 = FP32LayerNorm(dim, config.eps, affine=True) if config.cross_attn_norm else nn.Identity()
-        self.attn2 = WanCrossAttention(dim, heads, head_dim, config.eps, group=group)
+        self.attn2 = WanCrossAttention(
+            dim, heads, head_dim, config.eps, group=group, sequence_parallel=sequence_parallel
+        )
         self.norm3 = FP32LayerNorm(dim, config.eps)
-        self.ffn = WanFeedForward(dim, config.ffn_dim, group=group)
+        self.ffn = WanFeedForward(dim, config.ffn_dim, group=group, sequence_parallel=sequence_parallel)
         self.scale_shift_table = _float32_parameter(1, 6, dim)
 
     def forward(
@@ -193,25 +257,30 @@ class WanTransformerBlock(nn.Module):
         rotary_emb: tuple[torch.Tensor, torch.Tensor],
         cross_attention_kv: tuple[torch.Tensor, torch.Tensor],
         cross_attention_bias: torch.Tensor | None = None,
+        kv_length: int | None = None,
     ) -> torch.Tensor:
-        """One block.
+        """One block, `[B, S_tp, hidden]` to the same.
 
         Args:
-            hidden: `[B, S, hidden]`.
+            hidden: this rank's tokens.
             temb: `[B, 6, hidden]`, the projected timestep.
-            rotary_emb: the tables of `WanRotaryPosEmbed`.
+            rotary_emb: the tables of `WanRotaryPosEmbed` for this CP rank's tokens.
             cross_attention_kv: this block's pair of `project_cross_attention_kv`.
             cross_attention_bias: the bias that goes with it.
+            kv_length: S, where pads follow it; None for no pads.
         """
         dtype = hidden.dtype
+        sequence = SequenceParallel(rotary_emb[0].shape[1], self.sequence_group)
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
 
-        attended = self.attn1(_modulate(self.norm1(hidden), scale, shift).to(dtype), rotary_emb)
+        normalised = sequence.gather(_modulate(self.norm1(hidden), scale, shift).to(dtype))
+        attended = self.attn1(normalised, rotary_emb, kv_length)
         hidden = torch.addcmul(hidden.float(), attended.float(), gate).to(dtype)
 
-        hidden = hidden + self.attn2(self.norm2(hidden).to(dtype), cross_attention_kv, cross_attention_bias)
+        normalised = sequence.gather(self.norm2(hidden).to(dtype))
+        hidden = hidden + self.attn2(normalised, cross_attention_kv, cross_attention_bias)
 
-        fed = self.ffn(_modulate(self.norm3(hidden), ffn_scale, ffn_shift).to(dtype))
+        fed = self.ffn(sequence.gather(_modulate(self.norm3(hidden), ffn_scale, ffn_shift).to(dtype)))
         return torch.addcmul(hidden.float(), fed.float(), ffn_gate).to(dtype)
 
 
@@ -276,7 +345,10 @@ class PatchEmbedding(nn.Module):
 
 
 class WanTransformer3DModel(nn.Module):
-    """The Wan2.2 DiT of one expert on one rank of a TP group.
+    """The Wan2.2 DiT of one expert on one rank of a TP and a CP group.
+
+    Every rank embeds all patches and keeps its tokens; S need not be divisible by anything. The projected tokens, few
+    channels wide, are gathered once, at the end.
 
     Parameters are empty until `load_state_dict` (see `omni_neuron_wan22.load_transformer`); construct it under
     `torch.device("meta")` to spend no memory before that.
@@ -284,20 +356,42 @@ class WanTransformer3DModel(nn.Module):
     Args:
         config: sizes.
         group: the TP group; this process's by default.
+        context_group: the CP group; this process's by default.
+        sequence_parallel: split tokens over TP between row-parallel layers (`SequenceParallel`).
+        context_method: how self-attention meets the keys of other CP ranks; see `context_attention`.
 
     Raises:
         WanConfigError: TP does not divide the heads.
     """
 
-    def __init__(self, config: WanConfig, *, group: AxisGroup | None = None):
+    def __init__(
+        self,
+        config: WanConfig,
+        *,
+        group: AxisGroup | None = None,
+        context_group: AxisGroup | None = None,
+        sequence_parallel: bool = False,
+        context_method: ContextMethod = "auto",
+    ):
         super().__init__()
         group = group or get_group("tp")
+        self.context_group = context_group or get_group("cp")
+        self.sequence_group = group if sequence_parallel else AxisGroup("tp")
         config.check_tensor_parallel(group.size)
         self.config = config
         self.rope = WanRotaryPosEmbed(config.attention_head_dim, config.patch_size, config.rope_max_seq_len)
         self.patch_embedding = PatchEmbedding(config.in_channels, config.hidden_size, config.patch_size)
         self.condition_embedder = WanTimeTextEmbedding(config)
-        self.blocks = nn.ModuleList(WanTransformerBlock(config, group=group) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            WanTransformerBlock(
+                config,
+                group=group,
+                context_group=self.context_group,
+                sequence_parallel=sequence_parallel,
+                context_method=context_method,
+            )
+            for _ in range(config.num_layers)
+        )
         self.norm_out = FP32LayerNorm(config.hidden_size, config.eps)
         self.proj_out = nn.Linear(config.hidden_size, config.out_channels * config.patch_volume)
         self.scale_shift_table = _float32_parameter(1, 2, config.hidden_size)
@@ -341,7 +435,7 @@ class WanTransformer3DModel(nn.Module):
             attention_kwargs: accepted for diffusers' signature; must be empty.
 
         Returns:
-            The prediction `[B, C, T, H, W]` in the model's dtype, the same on every TP rank.
+            The prediction `[B, C, T, H, W]` in the model's dtype, the same on every TP and CP rank.
 
         Raises:
             ValueError: neither text nor cache, or attention_kwargs given.
@@ -356,15 +450,20 @@ class WanTransformer3DModel(nn.Module):
         if len(pairs) != len(self.blocks):
             raise ValueError(f"the cross-attention cache has {len(pairs)} pairs, the model {len(self.blocks)} blocks")
 
-        rotary_emb = self.rope(hidden_states)
         hidden = self.patch_embedding(hidden_states.to(self.dtype))
+        length = hidden.shape[1]
+        context = SequenceShard(length, self.context_group.size, self.context_group.rank)
+        sequence = SequenceParallel(context.shard_length, self.sequence_group)
+        hidden = sequence.split(context.split(hidden, 1))
+        cos, sin = (context.split(table, 1) for table in self.rope(hidden_states))
         temb, timestep_proj = self.condition_embedder.embed_time(timestep, self.dtype)
         for block, key_value in zip(self._blocks(), pairs, strict=True):
-            hidden = block(hidden, timestep_proj, rotary_emb, key_value, bias)
+            hidden = block(hidden, timestep_proj, (cos, sin), key_value, bias, length)
 
         shift, scale = (self.scale_shift_table + temb.float().unsqueeze(1)).chunk(2, dim=1)
-        output = self.proj_out(_modulate(self.norm_out(hidden), scale, shift).to(self.dtype))
-        return TransformerOutput(self._unpatchify(output, hidden_states.shape))
+        projected = self.proj_out(_modulate(self.norm_out(hidden), scale, shift).to(self.dtype))
+        projected = context.gather(sequence.gather(projected), 1, self.context_group)
+        return TransformerOutput(self._unpatchify(projected, hidden_states.shape))
 
     def _blocks(self) -> list[WanTransformerBlock]:
         return list(self.blocks)  # type: ignore[arg-type]
