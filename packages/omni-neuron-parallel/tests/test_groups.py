@@ -13,6 +13,7 @@ import torch
 from parallel_ranks import random
 
 from omni_neuron_parallel import (
+    AXES,
     AxisGroup,
     RankPool,
     Topology,
@@ -22,8 +23,11 @@ from omni_neuron_parallel import (
     groups,
     initialize_parallel,
     install_groups,
+    place_on_mesh,
+    provider,
     register_group,
     register_replica_groups,
+    vllm_omni_adapter,
 )
 
 # A small mesh like trn2's: rows (0, 3) and (1, 2), so that one of the two columns is descending.
@@ -122,6 +126,42 @@ def test_the_seam_gets_every_partition(monkeypatch: pytest.MonkeyPatch, no_group
         register_replica_groups(4, 8)
     with pytest.raises(RuntimeError, match=r"parallel groups exist for TP2×CP2×CFG1; call destroy_parallel\(\) before"):
         initialize_parallel(Topology())
+
+
+@pytest.mark.parametrize("in_force", [True, False])
+def test_where_the_mesh_is_in_force_ranks_are_laid_on_it(
+    in_force: bool, monkeypatch: pytest.MonkeyPatch, no_groups: None
+) -> None:
+    """One rank of 16, its process groups replaced: the partitions they are made from, and what the adapter is given."""
+
+    class World:
+        is_initialized = staticmethod(lambda: True)
+        get_world_size = staticmethod(lambda: 16)
+
+    made: dict[str, Any] = {}
+
+    def make_group(axis: str, partition: Any, _timeout: float | None) -> AxisGroup:
+        made[axis] = partition
+        ranks = next(group for group in partition if 8 in group)
+        return AxisGroup(axis, ranks, ranks.index(8), World() if len(ranks) > 1 else None)  # type: ignore[arg-type]
+
+    adopted: list[Topology] = []
+    for module in (groups, provider):
+        monkeypatch.setattr(module, "mesh_is_in_force", lambda: in_force)
+    monkeypatch.setattr(groups, "dist", World)
+    monkeypatch.setattr(groups, "make_group", make_group)
+    monkeypatch.setattr(groups, "register_process_group_replica_groups", lambda *_: None)
+    monkeypatch.setattr(World, "group_name", "7", raising=False)
+    monkeypatch.setattr(vllm_omni_adapter, "adopt_vllm_omni_groups", adopted.append)
+    topology = Topology(tp=8, cp=2, vae_patch=4)
+    expected = place_on_mesh(topology) if in_force else topology
+    initialize_parallel(topology)
+    initialize_parallel(topology)
+    assert get_topology() == expected
+    assert made == {axis: expected.groups(axis) for axis in AXES}
+    assert get_group("cp").ranks == ((12, 8) if in_force else (0, 8))
+    assert provider.ParallelProvider().initialize_from_vllm_omni(tp=8, cp=2, cfg=1, vae_patch=4) == expected
+    assert adopted == [expected]
 
 
 def test_device_tensors_are_not_put_in_order() -> None:
