@@ -133,16 +133,23 @@ def test_boundary_decides_which_experts_are_needed(checkpoint: WanCheckpoint) ->
     assert checkpoint.experts_in_use(0.0) == ("transformer",)
 
 
+WIDTH = "spatial_shard_width"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"parallel_config": {"tensor_parallel_size": 3}}, r"tensor_parallel_size = 3: .*4 attention heads.*1, 2, 4$"),
-        ({"parallel_config": {"ring_degree": 2}}, "ring_degree = 2"),
-        ({"parallel_config": {"cfg_parallel_size": 2}}, "cfg_parallel_size = 2"),
+        ({"parallel_config": {"ulysses_degree": 2}}, "ulysses_degree = 2: .* ring_degree = 2$"),
+        ({"parallel_config": {"cfg_parallel_size": 3}}, "cfg_parallel_size = 3: .*2 branches.* valid sizes are 1, 2$"),
+        ({"parallel_config": {"tensor_parallel_size": 2, "vae_patch_parallel_size": 4}}, "vae_patch.* 4.* 1, 2"),
+        (
+            {"parallel_config": {"ring_degree": 2, "vae_patch_parallel_size": 2, "vae_parallel_mode": WIDTH}},
+            f"vae_parallel_mode = '{WIDTH}': the valid value is 'tile'",
+        ),
         ({"model_config": {"quantization": "fp8_row_mx"}}, "quantization = 'fp8_row_mx'"),
-        ({"model_config": {"tp_sequence_parallel": True}}, "tp_sequence_parallel = True"),
         ({"dtype": "float16"}, "dtype = torch.float16: valid values are bfloat16 and float32"),
-        ({"enable_cpu_offload": True}, "enable_cpu_offload = True"),
+        ({"enable_layerwise_offload": True}, "enable_layerwise_offload = True"),
         ({"cache_backend": "cache_dit"}, "cache_backend = 'cache_dit'"),
     ],
 )
@@ -151,9 +158,13 @@ def test_engine_settings_that_this_version_lacks(plain: Path, settings: dict[str
         check_engine_config(OmniDiffusionConfig(model=str(plain), **{"dtype": "float32", **settings}))
 
 
-def pre_process(model: Path, boundary: float | None, **settings: Any) -> OmniDiffusionRequest:
+def pre_process(
+    model: Path, boundary: float | None, parallel: dict[str, int] | None = None, **settings: Any
+) -> OmniDiffusionRequest:
     """What the engine's process makes of a request before any worker sees it."""
-    engine = OmniDiffusionConfig(model=str(model), dtype="float32", boundary_ratio=boundary)
+    engine = OmniDiffusionConfig(
+        model=str(model), dtype="float32", boundary_ratio=boundary, parallel_config=parallel or {}
+    )
     sampling = OmniDiffusionSamplingParams(**settings)
     request = OmniDiffusionRequest(prompt="a cat", sampling_params=sampling, request_id="test")
     return get_neuron_wan22_pre_process_func(engine)(request)
@@ -165,6 +176,13 @@ def test_a_request_for_an_expert_that_is_not_loaded(plain: Path) -> None:
         pre_process(plain, 1.0, boundary_ratio=0.875)
     with pytest.raises(RequestError, match=r"boundary_ratio = 0.5 needs transformer_2, .*boundary_ratio = 0.0"):
         pre_process(plain, 0.0, boundary_ratio=0.5)
+
+
+def test_a_video_with_fewer_tokens_than_context_parallel_ranks(plain: Path) -> None:
+    size = {"height": 32, "width": 32, "num_frames": 5}
+    pre_process(plain, None, {"ring_degree": 8}, **size)
+    with pytest.raises(RequestError, match=r"height 32, width 32 and 5 frames: .*cp = 16 .*8 tokens.* 1 to 8"):
+        pre_process(plain, None, {"ring_degree": 16}, **size)
 
 
 def test_pre_processing_writes_back_what_will_be_made(plain: Path) -> None:

@@ -193,6 +193,9 @@ def test_the_table(arguments: list[str], fake_engine: Engine) -> None:
     assert rows["schedule"] == "unipc, shift 12, boundary 0.875"
     assert rows["seed"] == "7"
     assert rows["layout"] == "TP 2 × CP 1 × CFG 1"
+    extras = {"tp_sequence_parallel": True, "vae_patch": 2, "vae_tiling": True}
+    fake_engine.answer = output(report={**REPORT, **extras})
+    assert "TP 2 × CP 1 × CFG 1, sequence parallel, VAE tiles on 2 ranks" in run([*arguments, "--seed", "7"], code=0)[0]
     assert rows["seconds"] == "text 1.2, denoise 30.0, vae 4.5, start 10.0, total 36.0"
 
 

@@ -120,3 +120,20 @@ def test_engine_patches_choose_our_executors_and_can_be_applied_twice() -> None:
     assert lines[:3] == ["NeuronUniProcExecutor", "NeuronMultiprocExecutor", "NeuronMultiprocExecutor"]
     assert lines[3] == "stage 0's diffusion engine is dead: rank 3 was killed"
     assert "rank" not in lines[4]
+
+
+@pytest.mark.parametrize(("owns", "left"), [(True, ["loaded"]), (False, ["vae_patch_parallel_size", "loaded"])])
+def test_what_a_pipeline_does_itself_is_not_called_ignored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, owns: bool, left: list[str]
+) -> None:
+    from vllm_omni.diffusion import registry
+
+    pipeline = type("Pipeline", (), {"owns_parallelism": owns})
+    monkeypatch.setattr(registry.DiffusionModelRegistry, "_try_load_model_cls", lambda name: pipeline)
+    ignored = "vae_patch_parallel_size=%d is set but VAE patch parallelism is NOT enabled for %s; ignoring."
+    with compat.quiet_about_own_parallelism("Pipeline"):
+        registry.logger.warning(ignored, 2, "Pipeline")
+        registry.logger.warning("loaded")
+    assert [record.getMessage().partition("=")[0] for record in caplog.records] == left
+    registry.logger.warning(ignored, 2, "another")
+    assert len(caplog.records) == len(left) + 1

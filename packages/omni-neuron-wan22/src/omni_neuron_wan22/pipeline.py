@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan2.2 text-to-video as vLLM-Omni runs it: text encoder, two experts in turn, VAE on rank 0."""
+"""Wan2.2 text-to-video as vLLM-Omni runs it: text encoder, two experts in turn, VAE on the ranks that decode."""
 
 from __future__ import annotations
 
@@ -23,17 +23,29 @@ from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
 from vllm_omni.diffusion.models.progress_bar import ProgressBarMixin
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
-from vllm_omni.errors import OmniClientError
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from omni_neuron_parallel import check_rank_agreement, get_topology
+from omni_neuron_parallel import (
+    NeuronCFGParallelMixin,
+    check_rank_agreement,
+    collective_step,
+    get_group,
+    get_topology,
+)
 from omni_neuron_runtime import env, is_cpu_mode
 from omni_neuron_wan22.checkpoint import Expert, WanCheckpoint, load_text_encoder, load_transformer, load_vae
-from omni_neuron_wan22.config import WanConfigError
+from omni_neuron_wan22.engine_config import (
+    ClientRequestError,
+    check_engine_config,
+    check_experts,
+    check_sequence,
+    engine_defaults,
+    topology_of,
+)
+from omni_neuron_wan22.offload import weights_on_host
 from omni_neuron_wan22.prompt import tokenize_prompt
 from omni_neuron_wan22.request import (
     DEFAULT_FLOW_SHIFT,
-    EngineDefaults,
     GenerationRequest,
     RequestError,
     resolve_request,
@@ -46,90 +58,13 @@ from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
 logger = logging.getLogger(__name__)
 
 
-class ClientRequestError(OmniClientError, RequestError):
-    """A `RequestError` that vLLM-Omni's server answers with status 400 instead of 500."""
-
-
-def engine_defaults(od_config: OmniDiffusionConfig, checkpoint: WanCheckpoint) -> EngineDefaults:
-    """What the engine's configuration and the checkpoint say where a request does not."""
-    boundary = od_config.boundary_ratio
-    vae = checkpoint.vae_config
-    patch = checkpoint.transformer_config(checkpoint.experts[0]).patch_size
-    return EngineDefaults(
-        boundary_ratio=checkpoint.boundary_ratio if boundary is None else boundary,
-        flow_shift=od_config.flow_shift,
-        spatial_stride=vae.scale_factor_spatial * patch[1],
-        temporal_stride=vae.scale_factor_temporal,
-    )
-
-
-def check_engine_config(od_config: OmniDiffusionConfig) -> WanCheckpoint:
-    """Refuse an engine configuration that this version cannot run, before any worker starts.
-
-    Raises:
-        WanConfigError: an unsupported layout or feature, or a checkpoint that does not fit.
-        CheckpointError: damaged weights.
-    """
-    parallel = od_config.parallel_config
-    unsupported = {
-        "ring_degree": parallel.ring_degree,
-        "ulysses_degree": parallel.ulysses_degree,
-        "allgather_degree": parallel.allgather_degree,
-        "cfg_parallel_size": parallel.cfg_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "vae_patch_parallel_size": parallel.vae_patch_parallel_size,
-    }
-    for name, value in unsupported.items():
-        if value != 1:
-            raise WanConfigError(
-                f"{name} = {value}: this version of omni-neuron-wan22 runs tensor parallelism only; use 1"
-            )
-    # A stage YAML's own keys travel in model_config.
-    of_stage = ("tp_sequence_parallel", "quantization", "comfyui_fp8_model_path", "modules_to_not_convert")
-    switches = {
-        **{name: (od_config.model_config or {}).get(name) for name in of_stage},
-        "enable_cpu_offload": od_config.enable_cpu_offload,
-        "enable_layerwise_offload": od_config.enable_layerwise_offload,
-        "vae_use_tiling": od_config.vae_use_tiling,
-        "quantization_config": od_config.quantization_config,
-    }
-    for name, value in switches.items():
-        if value:
-            raise WanConfigError(f"{name} = {value!r}: not in this version of omni-neuron-wan22; leave it unset")
-    if od_config.dtype not in (torch.bfloat16, torch.float32):
-        # UMT5's feed-forward overflows float16, and the video would be black.
-        raise WanConfigError(f"dtype = {od_config.dtype}: valid values are bfloat16 and float32")
-    if od_config.cache_backend not in (None, "none"):
-        raise WanConfigError(
-            f"cache_backend = {od_config.cache_backend!r}: not in this version of omni-neuron-wan22; use none"
-        )
-    checkpoint = WanCheckpoint(Path(str(od_config.model)))
-    checkpoint.check(tensor_parallel_size=parallel.tensor_parallel_size, boundary_ratio=od_config.boundary_ratio)
-    return checkpoint
-
-
-def check_experts(request: GenerationRequest, checkpoint: WanCheckpoint, engine_boundary: float | None) -> None:
-    """Refuse a boundary whose expert the engine has not loaded.
-
-    Raises:
-        RequestError: the engine was started for one expert, the request needs the other.
-    """
-    loaded = checkpoint.experts_in_use(engine_boundary)
-    needed = checkpoint.experts_in_use(request.boundary_ratio)
-    missing = [expert for expert in needed if expert not in loaded]
-    if missing:
-        raise RequestError(
-            f"boundary_ratio = {request.boundary_ratio} needs {', '.join(missing)}, which the engine did not load "
-            f"because it was started with boundary_ratio = {engine_boundary}"
-        )
-
-
 def get_neuron_wan22_pre_process_func(
     od_config: OmniDiffusionConfig,
 ) -> Callable[[OmniDiffusionRequest], OmniDiffusionRequest]:
     """Check the engine's configuration now, in the engine's process, and every request as it comes."""
     checkpoint = check_engine_config(od_config)
     defaults = engine_defaults(od_config, checkpoint)
+    topology = topology_of(od_config.parallel_config)
 
     def pre_process(request: OmniDiffusionRequest) -> OmniDiffusionRequest:
         if request.is_dummy_run():
@@ -138,6 +73,7 @@ def get_neuron_wan22_pre_process_func(
         try:
             resolved = resolve_request(request.prompt, params, defaults)
             check_experts(resolved, checkpoint, od_config.boundary_ratio)
+            check_sequence(resolved, checkpoint, topology)
             if isinstance(params.generator, list):
                 if len(params.generator) != 1:
                     raise RequestError(f"{len(params.generator)} generators are given; one video needs one")
@@ -190,11 +126,17 @@ class Trajectory:
 
 
 class NeuronWanPipeline(
-    nn.Module, CFGParallelMixin, ProgressBarMixin, DenoiseProgressMixin, SupportsComponentDiscovery
+    nn.Module,
+    NeuronCFGParallelMixin,
+    CFGParallelMixin,
+    ProgressBarMixin,
+    DenoiseProgressMixin,
+    SupportsComponentDiscovery,
 ):
-    """Wan2.2 text-to-video (architecture `WanPipeline`), tensor-parallel.
+    """Wan2.2 text-to-video (architecture `WanPipeline`) over any mix of TP, SP, CP, CFG and VAE patch parallelism.
 
-    Every rank encodes the text and denoises; the VAE lives on global rank 0, whose output vLLM-Omni takes.
+    Every rank encodes the text and denoises. The VAE lives on the first `vae_patch` ranks; rank 0 has the video, and
+    vLLM-Omni takes its output.
 
     Args:
         od_config: vLLM-Omni's configuration of this stage.
@@ -202,6 +144,8 @@ class NeuronWanPipeline(
     """
 
     supports_request_batch: ClassVar[bool] = False
+    # Context, CFG and VAE patch parallelism and CPU offload are this pipeline's own, not vLLM-Omni's.
+    owns_parallelism: ClassVar[bool] = True
     # A warm-up at vLLM-Omni's 512×512 would compile graphs of a shape that nobody asked for.
     dummy_run_num_frames: ClassVar[int] = 0
     # vLLM-Omni's declaration of components, by what this rank has: see the constructor.
@@ -215,7 +159,6 @@ class NeuronWanPipeline(
     transformer_2: WanTransformer3DModel
     vae: NeuronAutoencoderKLWan
     if TYPE_CHECKING:  # from vLLM-Omni's mixins, whose types mypy does not follow (see pyproject.toml)
-        predict_noise_maybe_with_cfg: Callable[..., torch.Tensor]
         progress_bar: Callable[..., Any]
         record_denoise_step: Callable[..., None]
 
@@ -231,16 +174,35 @@ class NeuronWanPipeline(
         dtype, experts = od_config.dtype, self.checkpoint.experts_in_use(od_config.boundary_ratio)
         self.text_encoder = load_text_encoder(self.checkpoint, dtype=dtype, device=self.device)
         for expert in experts:
-            setattr(self, expert, load_transformer(self.checkpoint, expert, dtype=dtype, device=self.device))
-        if self.is_output_rank:
+            model = load_transformer(
+                self.checkpoint,
+                expert,
+                dtype=dtype,
+                device=self.device,
+                sequence_parallel=self.sequence_parallel,
+            )
+            setattr(self, expert, model)
+        if self.decodes:
             self.vae = load_vae(self.checkpoint, dtype=dtype, device=self.device)
+            if od_config.vae_use_tiling:
+                self.vae.enable_tiling()
         self._dit_modules = list(experts)
-        self._vae_modules = ["vae"] if self.is_output_rank else []
+        self._vae_modules = ["vae"] if self.decodes else []
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tokens are split over TP between row-parallel layers (`model_config.tp_sequence_parallel`)."""
+        return bool((self.od_config.model_config or {}).get("tp_sequence_parallel")) and get_topology().tp > 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether this rank holds the VAE and decodes the video or some of its tiles."""
+        return get_topology().decodes(_global_rank())
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank decodes and answers."""
-        return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        """Whether this rank answers."""
+        return _global_rank() == 0
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """The names of all parameters, for vLLM-Omni's completeness check; the constructor has loaded them.
@@ -267,10 +229,14 @@ class NeuronWanPipeline(
         latents = self.prepare_latents(request, sampling_params.generator, sampling_params.latents)
         with clock("denoise"):
             latents = self.diffuse(latents, trajectory)
+        video: torch.Tensor | None = latents
+        if request.output_type != "latent" and self.decodes:
+            with clock("vae"), collective_step("decoding"):
+                video = self.decode(latents)
         if not self.is_output_rank:
             return DiffusionOutput()
-        with clock("vae"):
-            video = latents if request.output_type == "latent" else self.decode(latents)
+        assert video is not None
+        clock.seconds.setdefault("vae", 0.0)
         return DiffusionOutput(
             output={
                 "payload": {"video": video.float().cpu()},
@@ -295,7 +261,7 @@ class NeuronWanPipeline(
             expert.project_cross_attention_kv = torch.compile(  # type: ignore[method-assign]
                 expert.project_cross_attention_kv, **options
             )
-        if self.is_output_rank:
+        if self.decodes:
             self.vae.decoder.compile(**options)
 
     def resolve(self, prompt: Any, sampling_params: OmniDiffusionSamplingParams) -> GenerationRequest:
@@ -370,7 +336,8 @@ class NeuronWanPipeline(
             for step, (timestep, value) in enumerate(zip(timesteps, timesteps.tolist(), strict=True)):
                 self.record_denoise_step(step, timestep, total_steps=len(timesteps))
                 expert, scale = self._expert(value, request)
-                prediction = self._predict(latents, timestep, expert, scale, trajectory)
+                with collective_step(f"denoising step {step + 1} of {len(timesteps)}"):
+                    prediction = self._predict(latents, timestep, expert, scale, trajectory)
                 latents = self.scheduler.step(prediction.float(), timestep, latents).prev_sample
                 trajectory.steps[expert] += 1
                 if check_ranks:
@@ -383,10 +350,20 @@ class NeuronWanPipeline(
         assert current_model is not None
         return current_model(**kwargs, return_dict=False)[0]
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents `[1, C, T, h, w]` float32 to frames `[1, 3, 4 T − 3, 8 h, 8 w]` within ±1. Output rank only."""
-        with _waiting_ranks_cores():
-            return self.vae.decode(self.vae.denormalize(latents))
+    def decode(self, latents: torch.Tensor) -> torch.Tensor | None:
+        """Latents `[1, C, T, h, w]` float32 to frames `[1, 3, 4 T − 3, 8 h, 8 w]` within ±1.
+
+        On the ranks that decode only, each some of the tiles where they are several. With `enable_cpu_offload` the
+        experts' weights leave the device meanwhile.
+
+        Returns:
+            The frames on the output rank, None elsewhere.
+        """
+        experts = [getattr(self, name) for name in self._dit_modules] if self.od_config.enable_cpu_offload else []
+        with _waiting_ranks_cores(), weights_on_host(experts) as moved:
+            if moved:
+                logger.info("%.1f MiB of DiT weights are off the device during decoding", moved / 2**20)
+            return self.vae.decode(self.vae.denormalize(latents), group=get_group("vae_patch"))
 
     def _expert(self, timestep: float, request: GenerationRequest) -> tuple[Expert, float]:
         """The expert of a timestep and its guidance; at the boundary itself it is still the high-noise one."""
@@ -400,21 +377,28 @@ class NeuronWanPipeline(
         self, latents: torch.Tensor, timestep: torch.Tensor, expert: Expert, scale: float, trajectory: Trajectory
     ) -> torch.Tensor:
         guided = scale > 1.0
+        # With CFG parallelism this rank computes one branch, and needs the text of that one only.
+        branches, branch = get_topology().cfg, get_group("cfg").rank
         shared = {
             "current_model": getattr(self, expert),
             "hidden_states": latents.to(self.od_config.dtype),
             "timestep": timestep.expand(latents.shape[0]),
         }
-        negative = None
-        if guided:
-            negative = shared | {"cross_attention_kv_cache": self._cross_attention(expert, True, trajectory)}
-        return self.predict_noise_maybe_with_cfg(
+
+        def inputs(negative: bool) -> dict[str, Any]:
+            if guided and branches > 1 and branch != int(negative):
+                return shared
+            return shared | {"cross_attention_kv_cache": self._cross_attention(expert, negative, trajectory)}
+
+        prediction = self.predict_noise_maybe_with_cfg(
             do_true_cfg=guided,
             true_cfg_scale=scale,
-            positive_kwargs=shared | {"cross_attention_kv_cache": self._cross_attention(expert, False, trajectory)},
-            negative_kwargs=negative,
+            positive_kwargs=inputs(negative=False),
+            negative_kwargs=inputs(negative=True) if guided else None,
             cfg_normalize=False,
         )
+        assert isinstance(prediction, torch.Tensor)
+        return prediction
 
     def _cross_attention(self, expert: Expert, negative: bool, trajectory: Trajectory) -> CrossAttentionKV:
         """The text's keys and values in this expert: projected at its first step, reused at all others."""
@@ -445,16 +429,24 @@ class NeuronWanPipeline(
             "seed": request.seed,
             "dtype": str(self.od_config.dtype).removeprefix("torch."),
             "layout": {"tp": topology.tp, "cp": topology.cp, "cfg": topology.cfg},
+            "tp_sequence_parallel": self.sequence_parallel,
+            "vae_patch": topology.vae_patch,
+            "vae_tiling": self.vae.tiling is not None or topology.vae_patch > 1,
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
         }
 
 
+def _global_rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
 @contextlib.contextmanager
 def _waiting_ranks_cores() -> Iterator[None]:
-    """In CPU mode, let this rank also use the threads of the ranks that wait for it."""
-    before, world = torch.get_num_threads(), get_topology().world_size
-    if is_cpu_mode() and world > 1:
-        torch.set_num_threads(min(before * world, len(os.sched_getaffinity(0))))
+    """In CPU mode, let the ranks that decode also use the threads of those that wait for them."""
+    before, topology = torch.get_num_threads(), get_topology()
+    if is_cpu_mode() and topology.world_size > topology.vae_patch:
+        threads = before * topology.world_size // topology.vae_patch
+        torch.set_num_threads(max(1, min(threads, len(os.sched_getaffinity(0)) // topology.vae_patch)))
     try:
         yield
     finally:

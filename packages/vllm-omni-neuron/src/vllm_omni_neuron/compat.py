@@ -30,6 +30,10 @@ For the time of one call:
 - `torch.nn.functional.gelu` (`restore_gelu`): Neuron's runtimes replace it by a Python function, which breaks
   full-graph capture. Goes when they stop.
 
+- Warnings of `vllm_omni.diffusion.registry` and `.offloader` are dropped while a pipeline loads that says
+  `owns_parallelism = True` (`quiet_about_own_parallelism`): they say that context and VAE patch parallelism and CPU
+  offload are ignored, which they are not. Goes when a pipeline can tell vLLM-Omni so.
+
 Relied on, not replaced:
 
 - `vllm_omni.diffusion.registry._DIFFUSION_{PRE,POST}_PROCESS_FUNCS` (`forget_process_funcs`): registering over a
@@ -176,6 +180,39 @@ def collective_timeout(seconds: float) -> Iterator[None]:
         yield
     finally:
         distributed_c10d.default_pg_timeout = before
+
+
+# The beginnings of what vLLM-Omni says of features that are not its own: none of it is so for a pipeline that has them.
+_NOT_OURS = {
+    "vllm_omni.diffusion.registry": (
+        "vae_patch_parallel_size=%d is set but VAE patch parallelism is NOT enabled",
+        "Sequence parallelism is enabled (sp_size=",
+    ),
+    "vllm_omni.diffusion.offloader": ("Current device: %s does not support CPU offloading",),
+}
+
+
+@contextlib.contextmanager
+def quiet_about_own_parallelism(model_class_name: str) -> Iterator[None]:
+    """Drop those warnings meanwhile, if the pipeline's class says `owns_parallelism = True`."""
+    from vllm_omni.diffusion.registry import DiffusionModelRegistry
+
+    pipeline = DiffusionModelRegistry._try_load_model_cls(model_class_name)
+    if not getattr(pipeline, "owns_parallelism", False):
+        yield
+        return
+    filters = {name: functools.partial(_says_none_of, beginnings) for name, beginnings in _NOT_OURS.items()}
+    for name, keep in filters.items():
+        logging.getLogger(name).addFilter(keep)
+    try:
+        yield
+    finally:
+        for name, keep in filters.items():
+            logging.getLogger(name).removeFilter(keep)
+
+
+def _says_none_of(beginnings: tuple[str, ...], record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(beginnings)
 
 
 def restore_gelu() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
 from vllm_omni.platforms import current_omni_platform
 
+from vllm_omni_neuron import compat
 from vllm_omni_neuron.capture import TensorCapture
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ class NeuronDiffusionModelRunner(DiffusionModelRunner):
         device: torch.device = self.device  # type: ignore[has-type]
         self.device = torch.device("cpu")
         try:
-            super().load_model(memory_pool_context_fn, load_format, custom_pipeline_name)
+            with compat.quiet_about_own_parallelism(self.od_config.model_class_name):
+                super().load_model(memory_pool_context_fn, load_format, custom_pipeline_name)
         finally:
             self.device = device
         pipeline: Any = self.pipeline

@@ -27,6 +27,9 @@ REPORTED = (
     "boundary_ratio",
     "dtype",
     "layout",
+    "tp_sequence_parallel",
+    "vae_patch",
+    "vae_tiling",
 )
 SECONDS = ("text", "denoise", "vae")
 MISSING = "–"
@@ -56,7 +59,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         "guidance": _per_expert(summary["guidance_per_expert"]),
         "schedule": _schedule(summary),
         "seed": str(summary["seed"]),
-        "layout": _layout(summary["layout"]),
+        "layout": _layout(summary),
         "dtype": summary["dtype"] or MISSING,
         "seconds": _seconds(summary["seconds"]),
     }
@@ -90,10 +93,16 @@ def _per_expert(values: Any, join: str = ", ") -> str:
     return join.join(f"{value:g} {name}" for name, value in values.items()) or MISSING
 
 
-def _layout(layout: Any) -> str:
+def _layout(summary: Mapping[str, Any]) -> str:
+    layout = summary["layout"]
     if not isinstance(layout, Mapping):
         return MISSING if layout is None else str(layout)
-    return " × ".join(f"{name.upper()} {size}" for name, size in layout.items())
+    parts = [" × ".join(f"{name.upper()} {size}" for name, size in layout.items())]
+    if summary["tp_sequence_parallel"]:
+        parts.append("sequence parallel")
+    if summary["vae_tiling"]:
+        parts.append(f"VAE tiles on {summary['vae_patch']} rank{'s' if summary['vae_patch'] != 1 else ''}")
+    return ", ".join(parts)
 
 
 def _seconds(seconds: Mapping[str, float | None]) -> str:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM-Omni's engine configuration means for Wan2.2, and what of it cannot run: said before a worker starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni.errors import OmniClientError
+
+from omni_neuron_parallel import Topology, check_cfg_parallel_size
+from omni_neuron_wan22.checkpoint import WanCheckpoint
+from omni_neuron_wan22.config import WanConfigError
+from omni_neuron_wan22.request import EngineDefaults, GenerationRequest, RequestError
+
+
+class ClientRequestError(OmniClientError, RequestError):
+    """A `RequestError` that vLLM-Omni's server answers with status 400 instead of 500."""
+
+
+def engine_defaults(od_config: OmniDiffusionConfig, checkpoint: WanCheckpoint) -> EngineDefaults:
+    """What the engine's configuration and the checkpoint say where a request does not."""
+    boundary = od_config.boundary_ratio
+    vae = checkpoint.vae_config
+    patch = checkpoint.transformer_config(checkpoint.experts[0]).patch_size
+    return EngineDefaults(
+        boundary_ratio=checkpoint.boundary_ratio if boundary is None else boundary,
+        flow_shift=od_config.flow_shift,
+        spatial_stride=vae.scale_factor_spatial * patch[1],
+        temporal_stride=vae.scale_factor_temporal,
+    )
+
+
+def check_engine_config(od_config: OmniDiffusionConfig) -> WanCheckpoint:
+    """Refuse an engine configuration that this version cannot run, before any worker starts.
+
+    Raises:
+        WanConfigError: an unsupported layout or feature, or a checkpoint that does not fit.
+        CheckpointError: damaged weights.
+    """
+    _check_layout(od_config.parallel_config)
+    # A stage YAML's own keys travel in model_config.
+    of_stage = ("quantization", "comfyui_fp8_model_path", "modules_to_not_convert")
+    switches = {
+        **{name: (od_config.model_config or {}).get(name) for name in of_stage},
+        "enable_layerwise_offload": od_config.enable_layerwise_offload,
+        "quantization_config": od_config.quantization_config,
+    }
+    for name, value in switches.items():
+        if value:
+            raise WanConfigError(f"{name} = {value!r}: not in this version of omni-neuron-wan22; leave it unset")
+    if od_config.dtype not in (torch.bfloat16, torch.float32):
+        # UMT5's feed-forward overflows float16, and the video would be black.
+        raise WanConfigError(f"dtype = {od_config.dtype}: valid values are bfloat16 and float32")
+    if od_config.cache_backend not in (None, "none"):
+        raise WanConfigError(
+            f"cache_backend = {od_config.cache_backend!r}: not in this version of omni-neuron-wan22; use none"
+        )
+    checkpoint = WanCheckpoint(Path(str(od_config.model)))
+    checkpoint.check(
+        tensor_parallel_size=od_config.parallel_config.tensor_parallel_size, boundary_ratio=od_config.boundary_ratio
+    )
+    return checkpoint
+
+
+def _check_layout(parallel: Any) -> None:
+    """Refuse vLLM-Omni's parallel settings that have no meaning here, or that do not fit each other."""
+    for name in ("ulysses_degree", "allgather_degree"):
+        value = getattr(parallel, name)
+        if value != 1:
+            raise WanConfigError(
+                f"{name} = {value}: on Neuron ring_degree is the size of context parallelism, however keys and values "
+                f"travel; use {name} = 1 and ring_degree = {value}"
+            )
+    if parallel.pipeline_parallel_size != 1:
+        raise WanConfigError(
+            f"pipeline_parallel_size = {parallel.pipeline_parallel_size}: ranks are laid out over TP × CP × CFG; use 1"
+        )
+    if parallel.vae_patch_parallel_size > 1 and parallel.vae_parallel_mode != "tile":
+        raise WanConfigError(f"vae_parallel_mode = {parallel.vae_parallel_mode!r}: the valid value is 'tile'")
+    try:
+        check_cfg_parallel_size(parallel.cfg_parallel_size, num_branches=2)
+        topology_of(parallel)
+    except ValueError as error:
+        raise WanConfigError(str(error)) from error
+
+
+def topology_of(parallel: Any) -> Topology:
+    """The layout of vLLM-Omni's parallel configuration; its sequence parallelism is our context parallelism.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+    return Topology(
+        tp=parallel.tensor_parallel_size,
+        cp=parallel.sequence_parallel_size,
+        cfg=parallel.cfg_parallel_size,
+        vae_patch=parallel.vae_patch_parallel_size,
+    )
+
+
+def check_experts(request: GenerationRequest, checkpoint: WanCheckpoint, engine_boundary: float | None) -> None:
+    """Refuse a boundary whose expert the engine has not loaded.
+
+    Raises:
+        RequestError: the engine was started for one expert, the request needs the other.
+    """
+    loaded = checkpoint.experts_in_use(engine_boundary)
+    needed = checkpoint.experts_in_use(request.boundary_ratio)
+    missing = [expert for expert in needed if expert not in loaded]
+    if missing:
+        raise RequestError(
+            f"boundary_ratio = {request.boundary_ratio} needs {', '.join(missing)}, which the engine did not load "
+            f"because it was started with boundary_ratio = {engine_boundary}"
+        )
+
+
+def check_sequence(request: GenerationRequest, checkpoint: WanCheckpoint, topology: Topology) -> None:
+    """Refuse a video with fewer tokens than there are ranks to share them.
+
+    Raises:
+        RequestError: a context-parallel rank would have nothing to do.
+    """
+    vae, patch = checkpoint.vae_config, checkpoint.transformer_config(checkpoint.experts[0]).patch_size
+    frames = (request.num_frames - 1) // vae.scale_factor_temporal + 1
+    rows, columns = (size // vae.scale_factor_spatial for size in (request.height, request.width))
+    tokens = (frames // patch[0]) * (rows // patch[1]) * (columns // patch[2])
+    try:
+        topology.check(num_tokens=tokens)
+    except ValueError as error:
+        raise RequestError(
+            f"height {request.height}, width {request.width} and {request.num_frames} frames: {error}"
+        ) from error
