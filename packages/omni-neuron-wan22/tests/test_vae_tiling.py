@@ -14,8 +14,7 @@ from vae_ranks import TILING, decode_on_group, make_latents, make_vae
 from wan22_reference import relative_l2
 
 from omni_neuron_parallel import RankPool, Topology, stitch_tiles
-from omni_neuron_wan22 import NeuronAutoencoderKLWan, VaeConfig, WanConfigError
-from omni_neuron_wan22.vae import VaeTiling
+from omni_neuron_wan22 import NeuronAutoencoderKLWan, VaeConfig, VaeTiling, WanConfigError
 
 
 @pytest.fixture(autouse=True)

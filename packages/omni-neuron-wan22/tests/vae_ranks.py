@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from omni_neuron_parallel import Topology, destroy_parallel, get_group, initialize_parallel
-from omni_neuron_wan22 import NeuronAutoencoderKLWan, WanCheckpoint, load_vae
-from omni_neuron_wan22.vae import VaeTiling
+from omni_neuron_wan22 import NeuronAutoencoderKLWan, VaeTiling, WanCheckpoint, load_vae
 
 TILING = VaeTiling(32, 32, 24, 24)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from omni_neuron_wan22.checkpoint import WanCheckpoint, load_text_encoder, load_transformer, load_vae
     from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError
     from omni_neuron_wan22.mapping import text_encoder_mapping, transformer_mapping, vae_mapping
+    from omni_neuron_wan22.offload import weights_on_host
     from omni_neuron_wan22.pipeline import NeuronWanPipeline
     from omni_neuron_wan22.request import GenerationRequest, RequestError
     from omni_neuron_wan22.scheduler import FlowEulerScheduler, NeuronFlowUniPCMultistepScheduler, make_scheduler
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
         WanSelfAttention,
         WanTransformer3DModel,
     )
-    from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
+    from omni_neuron_wan22.vae import NeuronAutoencoderKLWan, VaeTiling
 
 _HOMES = {
     "omni_neuron_parallel": ["DistributedRMSNorm"],
     "omni_neuron_wan22.checkpoint": ["WanCheckpoint", "load_text_encoder", "load_transformer", "load_vae"],
     "omni_neuron_wan22.config": ["UMT5Config", "VaeConfig", "WanConfig", "WanConfigError"],
     "omni_neuron_wan22.mapping": ["text_encoder_mapping", "transformer_mapping", "vae_mapping"],
+    "omni_neuron_wan22.offload": ["weights_on_host"],
     "omni_neuron_wan22.pipeline": ["NeuronWanPipeline"],
     "omni_neuron_wan22.request": ["GenerationRequest", "RequestError"],
     "omni_neuron_wan22.scheduler": ["FlowEulerScheduler", "NeuronFlowUniPCMultistepScheduler", "make_scheduler"],
@@ -42,7 +44,7 @@ _HOMES = {
         "WanSelfAttention",
         "WanTransformer3DModel",
     ],
-    "omni_neuron_wan22.vae": ["NeuronAutoencoderKLWan"],
+    "omni_neuron_wan22.vae": ["NeuronAutoencoderKLWan", "VaeTiling"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -58,6 +60,7 @@ __all__ = [
     "TinyWan",
     "UMT5Config",
     "VaeConfig",
+    "VaeTiling",
     "WanCheckpoint",
     "WanConfig",
     "WanConfigError",
@@ -74,6 +77,7 @@ __all__ = [
     "text_encoder_mapping",
     "transformer_mapping",
     "vae_mapping",
+    "weights_on_host",
 ]
 
 
