@@ -117,7 +117,7 @@ def test_the_static_bound_alone_loses_rows() -> None:
                 check([(naive, exact(*whole)[1], ContextAttentionStats(rows=1))], whole)
 
 
-@pytest.mark.parametrize("world", [1, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("gain", [1, 6, 12, 40])
 def test_learned_gains(gain: int, world: int) -> None:
     """α·β as after QK norm with learned gains: rows of norm √D times the gain, over 4096 keys."""
@@ -131,11 +131,13 @@ def test_learned_gains(gain: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("method", METHODS)
 def test_bfloat16_is_as_near_as_on_one_device(world: str, method: str, request: pytest.FixtureRequest) -> None:
-    for whole in (heads(dtype=torch.bfloat16), tuple(tensor.bfloat16() for tensor in outlier(100))):
+    cases = heads(), heads(gain=40), outlier(100)
+    for whole in (tuple(tensor.bfloat16() for tensor in case) for case in cases):
         expected, _, _ = exact(*whole)
         single = F.scaled_dot_product_attention(*(tensor.transpose(1, 2) for tensor in whole)).transpose(1, 2)
         for output, _, stats in run(world, request, whole, method=method):
             assert output.dtype == torch.bfloat16 and stats.clamped_rows == 0
+            assert (output.norm(dim=-1) > 0).all()
             assert relative_error(output, expected) <= relative_error(single, expected) * 1.05
 
 
@@ -151,6 +153,8 @@ def test_pads_and_masked_blocks(world: str, method: str, request: pytest.Fixture
         shard = 16 // len(results)
         if method == "ring":
             assert {stats.blocks for *_, stats in results} == {-(-valid // shard)}
+            # Long pads are no part of the proof.
+            assert {stats.bounded_heads for *_, stats in results} == {3}
 
 
 @pytest.mark.parametrize("method", METHODS)
