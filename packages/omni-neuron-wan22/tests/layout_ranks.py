@@ -7,8 +7,9 @@ Nothing here imports vLLM, which would cost each of eight ranks half a minute of
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from omni_neuron_parallel import (
     AxisGroup,
     ContextMethod,
     NeuronCFGParallelMixin,
+    SequenceShard,
     Topology,
     destroy_parallel,
     initialize_parallel,
@@ -56,6 +58,25 @@ class Guidance(NeuronCFGParallelMixin, SequentialGuidance):
         return model(**inputs).sample
 
 
+@contextlib.contextmanager
+def nan_pads() -> Iterator[None]:
+    """Every shard's pads hold NaN instead of zero: whatever mixed one with a token would turn that to NaN."""
+    original = SequenceShard.split
+
+    def split(shard: SequenceShard, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        rows = original(shard, tensor, dim)
+        if shard.num_pad:
+            rows.narrow(dim, shard.valid_length, shard.num_pad).fill_(torch.nan)
+        return rows
+
+    SequenceShard.split = split
+    try:
+        yield
+    finally:
+        SequenceShard.split = original
+
+
+@nan_pads()
 def denoise(
     path: str,
     latent_shape: tuple[int, ...],
@@ -84,6 +105,7 @@ def denoise(
     return latents
 
 
+@nan_pads()
 def forward_once(path: str, latent_shape: tuple[int, ...], context_method: ContextMethod) -> torch.Tensor:
     """One forward of the high-noise expert on random latents."""
     model = _expert(path, context_method=context_method)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every layout of TP, SP, CP and CFG over up to eight ranks gives the latents of one process."""
+"""Every layout of TP, SP, CP and CFG over up to eight ranks gives the latents of one process. Pads hold NaN."""
 
 from __future__ import annotations
 
