@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan2.2 through the real vLLM-Omni engine in CPU mode: 1, 2 and 4 workers, and the online server."""
+"""Wan2.2 through the real vLLM-Omni engine in CPU mode: TP 1, 2 and 4, other layouts, and the online server."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from omni_neuron_wan22 import NeuronFlowUniPCMultistepScheduler, make_tiny_check
 
 pytestmark = pytest.mark.engine
 RUN = Path(__file__).with_name("wan22_engine_run.py")
+LAYOUT_RUN = Path(__file__).with_name("wan22_layout_run.py")
 REQUEST = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 8}
 SERVER_START_TIMEOUT_S = 300
 
@@ -59,6 +60,61 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tup
         assert result.returncode == 0, log.read_text()[-8000:]
         found[size] = (json.loads((folder / "report.json").read_text()), folder)
     return found
+
+
+# Every axis and switch at least once, on two and on four ranks.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "CP2, VAE patch 2, CPU offload": {"ring_degree": 2, "vae_patch_parallel_size": 2, "enable_cpu_offload": True},
+    "CFG2, tiles": {"cfg_parallel_size": 2, "vae_use_tiling": True},
+    "TP2 with SP, CP2, VAE patch 4": {
+        "tensor_parallel_size": 2,
+        "ring_degree": 2,
+        "vae_patch_parallel_size": 4,
+        "model_config": {"tp_sequence_parallel": True},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What an engine of one layout makes, with `settings`, `latents`, frames `wide`, its report and its log."""
+    folder = tmp_path_factory.mktemp("layout")
+    run = subprocess.run(
+        [sys.executable, str(LAYOUT_RUN), str(model), str(folder), json.dumps(LAYOUTS[request.param])],
+        env=environment(OMNI_NEURON_CHECK_RANK_AGREEMENT="1"),
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    log = run.stdout + run.stderr
+    assert run.returncode == 0, log[-8000:]
+    report = json.loads((folder / "report.json").read_text())
+    arrays = {name: np.load(folder / f"{name}.npy") for name in ("latents", "wide")}
+    return {"settings": LAYOUTS[request.param], "log": log, **arrays, **report}
+
+
+def test_a_layout_makes_the_video_of_one_rank(layout: dict[str, Any], runs: dict) -> None:
+    alone = {name: np.load(runs[1][1] / f"{name}.npy") for name in ("latents", "wide")}
+    distance = np.linalg.norm(layout["latents"] - alone["latents"])
+    assert distance <= 1e-4 * np.linalg.norm(alone["latents"])
+    # Two tiles: near to the untiled frames, not the same, because the VAE's attention sees one tile at a time.
+    assert layout["wide"].shape == alone["wide"].shape == (1, 5, 64, 320, 3)
+    assert 0 < np.square(layout["wide"] - alone["wide"]).mean() < 10 ** (-30 / 10)
+    assert layout["same_seed_is_bit_equal"]
+    assert layout["unguided"] == [1, 9, 64, 96, 3]
+
+
+def test_a_layout_is_reported(layout: dict[str, Any]) -> None:
+    settings, generation, log = layout["settings"], layout["generation"], layout["log"]
+    tp, cp, cfg = (settings.get(name, 1) for name in ("tensor_parallel_size", "ring_degree", "cfg_parallel_size"))
+    assert generation["layout"] == {"tp": tp, "cp": cp, "cfg": cfg}
+    assert generation["vae_patch"] == settings.get("vae_patch_parallel_size", 1)
+    assert generation["vae_tiling"]
+    assert generation["tp_sequence_parallel"] == ("model_config" in settings)
+    assert ("DiT weights are off the device during decoding" in log) == ("enable_cpu_offload" in settings)
+    assert ("half of the cores idle" in log) == (cfg == 2)
+    for wrong in ("VAE patch parallelism is NOT enabled", "SP hooks not applied", "does not support CPU offloading"):
+        assert wrong not in log
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +234,9 @@ def refusals(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "devices": [str(model), {"tensor_parallel_size": 4}],
         "no_vae": [str(folder / "no_vae"), {"tensor_parallel_size": 2}],
         "truncated": [str(folder / "truncated"), {"tensor_parallel_size": 2}],
-        "context": [str(model), {"ring_degree": 2}],
+        "branches": [str(model), {"cfg_parallel_size": 3}],
+        "ulysses": [str(model), {"ulysses_degree": 2}],
+        "vae": [str(model), {"tensor_parallel_size": 2, "vae_patch_parallel_size": 3}],
     }
     run = subprocess.run(
         [sys.executable, str(RUN.with_name("wan22_refusals_run.py")), json.dumps(cases), str(folder / "report.json")],
@@ -198,7 +256,9 @@ def refusals(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         ("devices", ["4", "3"]),
         ("no_vae", ["no folder vae"]),
         ("truncated", ["transformer_2", ".safetensors"]),
-        ("context", ["ring_degree = 2"]),
+        ("branches", ["cfg_parallel_size = 3", "2 branches", "1, 2"]),
+        ("ulysses", ["ulysses_degree = 2", "ring_degree = 2"]),
+        ("vae", ["vae_patch", "3", "1, 2"]),
     ],
 )
 def test_refusals_reach_the_caller_before_a_worker_starts(refusals: dict, case: str, parts: list[str]) -> None:

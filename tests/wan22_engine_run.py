@@ -24,6 +24,8 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from vllm_omni_neuron.video import encode_mp4, fps_from_output, frames_from_output
 
 PROMPT = {"prompt": "A red circle moving right.", "negative_prompt": "blurry"}
+# Wider than a VAE tile of 256, so that tiles have something to share.
+WIDE = {"width": 320, "num_frames": 5}
 
 
 def parameters(**changes: Any) -> OmniDiffusionSamplingParams:
@@ -55,9 +57,11 @@ def main() -> None:
     }
     latents = generate(output_type="latent").images[0]
     report["latents"] = [list(latents.shape), str(latents.dtype)]
+    np.save(folder / "latents.npy", np.asarray(latents))
     if size > 1:
         report["kill"] = _kill_rank_1(generate)
     else:
+        np.save(folder / "wide.npy", np.asarray(generate(**WIDE).images[0]))
         report["bad_request"] = _error_of(lambda: generate(extra_args={"sample_solver": "ddim"}))
     omni.close()
     (folder / "report.json").write_text(json.dumps(report))

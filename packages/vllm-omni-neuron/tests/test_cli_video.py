@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_omni_neuron import video
 from vllm_omni_neuron.video import VideoInfo, encode_mp4, fps_from_output, frames_from_output, read_video_info
 
 
@@ -28,8 +32,9 @@ def frames(kind: str) -> np.ndarray | torch.Tensor:
 @pytest.mark.parametrize("kind", ["uint8", "float", "signed", "tensor"])
 def test_bytes_equal_those_of_the_online_endpoint(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through what answers `POST /v1/videos/sync`; only the generation before it is replaced."""
-    from vllm_omni.entrypoints.openai.protocol.videos import VideoGenerationRequest
-    from vllm_omni.entrypoints.openai.serving_video import OmniOpenAIServingVideo
+    with video._root_logger_kept():
+        from vllm_omni.entrypoints.openai.protocol.videos import VideoGenerationRequest
+        from vllm_omni.entrypoints.openai.serving_video import OmniOpenAIServingVideo
 
     output = SimpleNamespace(
         images=[frames(kind)], multimodal_output={"fps": 16.0, "metadata": {}}, stage_durations={}, peak_memory_mb=0.0
@@ -85,3 +90,15 @@ def test_a_file_without_video(tmp_path: Path) -> None:
         audio.writeframes(bytes(1600))
     with pytest.raises(ValueError, match="has no video stream"):
         read_video_info(path)
+
+
+def test_importing_vllms_server_does_not_silence_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    guilty = "model_hosting_container_standards.logging_config"
+    root = logging.getLogger()
+    places = [root, *root.handlers]
+    before = [place.level for place in places]
+    monkeypatch.delitem(sys.modules, guilty, raising=False)
+    with video._root_logger_kept():
+        importlib.import_module(guilty)
+        assert root.level == logging.ERROR
+    assert [place.level for place in places] == before

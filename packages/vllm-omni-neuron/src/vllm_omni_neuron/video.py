@@ -7,7 +7,9 @@ conversion threads are vLLM-Omni's own. Its names are private there; the version
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,9 @@ def encode_mp4(frames: Any, fps: float) -> bytes:
     Raises:
         ValueError: `fps` is not positive, or `frames` is not one video.
     """
-    from vllm_omni.entrypoints.openai import serving_video
-    from vllm_omni.entrypoints.openai.video_api_utils import _encode_video_bytes, _PlanarFrameConverter
+    with _root_logger_kept():
+        from vllm_omni.entrypoints.openai import serving_video
+        from vllm_omni.entrypoints.openai.video_api_utils import _encode_video_bytes, _PlanarFrameConverter
 
     if not fps > 0:
         raise ValueError(f"fps is {fps}; it must be positive")
@@ -58,13 +61,29 @@ def encode_mp4(frames: Any, fps: float) -> bytes:
     return encoded
 
 
+@contextlib.contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """Import vLLM's server modules meanwhile: a library that they load raises the root logger's level to ERROR.
+
+    It raises that of the handlers, too, which would silence the caller's own warnings from then on.
+    """
+    root = logging.getLogger()
+    levels = [(place, place.level) for place in (root, *root.handlers)]
+    try:
+        yield
+    finally:
+        for place, level in levels:
+            place.setLevel(level)
+
+
 def frames_from_output(output: Any) -> Any:
     """The frames of the one video in a request's output, as the online endpoint finds them.
 
     Raises:
         ValueError: The output holds no video, or more than one.
     """
-    from vllm_omni.entrypoints.openai.serving_video import OmniOpenAIServingVideo
+    with _root_logger_kept():
+        from vllm_omni.entrypoints.openai.serving_video import OmniOpenAIServingVideo
 
     multimodal = output.multimodal_output
     payload = output.images or (multimodal.get("video") if isinstance(multimodal, Mapping) else None)
