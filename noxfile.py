@@ -26,7 +26,13 @@ nox.options.sessions = ["lint", "typing", "test"]
 
 ROOT = Path(__file__).parent
 # In the order in which they may import each other.
-PACKAGES = ("omni-neuron-runtime", "omni-neuron-parallel", "vllm-omni-neuron", "omni-neuron-wan22")
+PACKAGES = (
+    "omni-neuron-nkisim",
+    "omni-neuron-runtime",
+    "omni-neuron-parallel",
+    "vllm-omni-neuron",
+    "omni-neuron-wan22",
+)
 DEV_ENVIRONMENT = ROOT / ".nox" / "dev"
 DEV_REQUIREMENTS = ROOT / "requirements-dev.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
