@@ -45,7 +45,7 @@ def expected(prompt):
 def main():
     model, folder = sys.argv[1], Path(sys.argv[2])
     capture = {"modules": ["colour"], "capture_dir": str(folder / "capture")}
-    omni = Omni(model=model, tensor_parallel_size=2, enforce_eager=True, model_config={"tensor_capture": capture})
+    omni = Omni(model=model, tensor_parallel_size=2, enforce_eager=True, additional_config={"tensor_capture": capture})
 
     def generate(prompt):
         sampling = OmniDiffusionSamplingParams(

@@ -70,7 +70,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "tensor_parallel_size": 2,
         "ring_degree": 2,
         "vae_patch_parallel_size": 4,
-        "model_config": {"tp_sequence_parallel": True},
+        "additional_config": {"tp_sequence_parallel": True, "context_method": "ring"},
     },
 }
 
@@ -110,7 +110,7 @@ def test_a_layout_is_reported(layout: dict[str, Any]) -> None:
     assert generation["layout"] == {"tp": tp, "cp": cp, "cfg": cfg}
     assert generation["vae_patch"] == settings.get("vae_patch_parallel_size", 1)
     assert generation["vae_tiling"]
-    assert generation["tp_sequence_parallel"] == ("model_config" in settings)
+    assert generation["tp_sequence_parallel"] == ("additional_config" in settings)
     assert ("DiT weights are off the device during decoding" in log) == ("enable_cpu_offload" in settings)
     assert ("half of the cores idle" in log) == (cfg == 2)
     for wrong in ("VAE patch parallelism is NOT enabled", "SP hooks not applied", "does not support CPU offloading"):

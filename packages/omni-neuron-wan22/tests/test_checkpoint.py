@@ -148,6 +148,7 @@ WIDTH = "spatial_shard_width"
             f"vae_parallel_mode = '{WIDTH}': the valid value is 'tile'",
         ),
         ({"model_config": {"quantization": "fp8_row_mx"}}, "quantization = 'fp8_row_mx'"),
+        ({"additional_config": {"context_method": "Ring"}}, "context_method = 'Ring': valid .* auto, gather, ring$"),
         ({"dtype": "float16"}, "dtype = torch.float16: valid values are bfloat16 and float32"),
         ({"enable_layerwise_offload": True}, "enable_layerwise_offload = True"),
         ({"cache_backend": "cache_dit"}, "cache_backend = 'cache_dit'"),

@@ -54,7 +54,9 @@ class Pipeline(nn.Module):
 def runner_of(pipeline: Any, monkeypatch: pytest.MonkeyPatch, device: str = "meta", **config: Any) -> Any:
     runner = NeuronDiffusionModelRunner.__new__(NeuronDiffusionModelRunner)
     runner.device, runner.pipeline = torch.device(device), None
-    runner.od_config = types.SimpleNamespace(**{"model_config": {}, "enforce_eager": False, **config})
+    runner.od_config = types.SimpleNamespace(
+        **{"model_class_name": "TestPipeline", "model_config": {}, "enforce_eager": False, **config}
+    )
 
     def load_model(self: Any, *_: Any) -> None:
         pipeline.events.append(f"load on {self.device}")

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 from vllm_omni.errors import OmniClientError
 
-from omni_neuron_parallel import Topology, check_cfg_parallel_size
+from omni_neuron_parallel import ContextMethod, Topology, check_cfg_parallel_size
 from omni_neuron_wan22.checkpoint import WanCheckpoint
 from omni_neuron_wan22.config import WanConfigError
 from omni_neuron_wan22.request import EngineDefaults, GenerationRequest, RequestError
+from vllm_omni_neuron import model_settings
 
 
 class ClientRequestError(OmniClientError, RequestError):
@@ -41,10 +42,14 @@ def check_engine_config(od_config: OmniDiffusionConfig) -> WanCheckpoint:
         CheckpointError: damaged weights.
     """
     _check_layout(od_config.parallel_config)
-    # A stage YAML's own keys travel in model_config.
+    settings = model_settings(od_config)
+    if settings.get("context_method", "auto") not in get_args(ContextMethod):
+        raise WanConfigError(
+            f"context_method = {settings['context_method']!r}: valid values are {', '.join(get_args(ContextMethod))}"
+        )
     of_stage = ("quantization", "comfyui_fp8_model_path", "modules_to_not_convert")
     switches = {
-        **{name: (od_config.model_config or {}).get(name) for name in of_stage},
+        **{name: settings.get(name) for name in of_stage},
         "enable_layerwise_offload": od_config.enable_layerwise_offload,
         "quantization_config": od_config.quantization_config,
     }

@@ -54,6 +54,7 @@ from omni_neuron_wan22.scheduler import make_scheduler
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel, fold_padding
 from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
+from vllm_omni_neuron import model_settings
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,7 @@ class NeuronWanPipeline(
                 dtype=dtype,
                 device=self.device,
                 sequence_parallel=self.sequence_parallel,
+                context_method=model_settings(od_config).get("context_method", "auto"),
             )
             setattr(self, expert, model)
         if self.decodes:
@@ -191,8 +193,8 @@ class NeuronWanPipeline(
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether tokens are split over TP between row-parallel layers (`model_config.tp_sequence_parallel`)."""
-        return bool((self.od_config.model_config or {}).get("tp_sequence_parallel")) and get_topology().tp > 1
+        """Whether tokens are split over TP between row-parallel layers (the setting `tp_sequence_parallel`)."""
+        return bool(model_settings(self.od_config).get("tp_sequence_parallel")) and get_topology().tp > 1
 
     @property
     def decodes(self) -> bool:

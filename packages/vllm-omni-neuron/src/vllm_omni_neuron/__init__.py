@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm_omni_neuron.platforms.omni_platform import NeuronOmniPlatform
     from vllm_omni_neuron.platforms.vllm_platform import NeuronPlatform
     from vllm_omni_neuron.registry import RegisteredModel, discover_models
+    from vllm_omni_neuron.settings import model_settings
     from vllm_omni_neuron.worker import NeuronDiffusionWorker
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "WorkerStartupError",
     "__version__",
     "discover_models",
+    "model_settings",
     "neuron_omni_platform_plugin",
     "neuron_platform_plugin",
     "read_step_meta",
@@ -66,6 +68,7 @@ _LAZY = {
     "WorkerDiedError": "executor",
     "WorkerStartupError": "executor",
     "discover_models": "registry",
+    "model_settings": "settings",
     "read_step_meta": "capture",
     "read_step_tensors": "capture",
 }

@@ -15,6 +15,7 @@ from vllm_omni.platforms import current_omni_platform
 
 from vllm_omni_neuron import compat
 from vllm_omni_neuron.capture import TensorCapture
+from vllm_omni_neuron.settings import model_settings
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class NeuronDiffusionModelRunner(DiffusionModelRunner):
         pipeline: Any = self.pipeline
         if device.type != "cpu":
             pipeline.to(device)
-        settings = self.od_config.model_config.get("tensor_capture")
+        settings = model_settings(self.od_config).get("tensor_capture")
         if settings:
             self.capture = TensorCapture(settings, declared_components(pipeline, "_dit_modules"))
         self._compile_components()
@@ -121,7 +122,7 @@ class NeuronDiffusionModelRunner(DiffusionModelRunner):
         """
         if self.capture is None:
             raise RuntimeError(
-                'tensor capture is not configured: start the engine with model_config={"tensor_capture": '
+                'tensor capture is not configured: start the engine with additional_config={"tensor_capture": '
                 '{"modules": ["blocks.0-3.attn1"], "capture_dir": "…"}}'
             )
         self.capture.enable(prompt_hash)

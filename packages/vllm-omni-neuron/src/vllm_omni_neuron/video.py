@@ -68,7 +68,8 @@ def _root_logger_kept() -> Iterator[None]:
     It raises that of the handlers, too, which would silence the caller's own warnings from then on.
     """
     root = logging.getLogger()
-    levels = [(place, place.level) for place in (root, *root.handlers)]
+    places: list[logging.Logger | logging.Handler] = [root, *root.handlers]
+    levels = [(place, place.level) for place in places]
     try:
         yield
     finally:

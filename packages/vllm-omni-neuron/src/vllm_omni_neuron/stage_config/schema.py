@@ -131,6 +131,10 @@ class ModelSettings(Section):
     tp_sequence_parallel: bool = Field(
         default=False, description="Keep activations between tensor-parallel blocks cut along the sequence."
     )
+    context_method: Literal["auto", "gather", "ring"] = Field(
+        default="auto",
+        description="How self-attention meets other context-parallel ranks' keys: gathered, in a ring, or as fits.",
+    )
     comfyui_fp8_model_path: str | None = Field(
         default=None,
         description="A ComfyUI FP8 checkpoint for the experts. Needs `quantization: fp8_row_mx`.",
