@@ -131,11 +131,11 @@ def check_op(instruction: str, argument: str, value: object, allowed: tuple[str,
 
 
 def need_generation(
-    core: Core, instruction: str, generation: int, argument: str = "target", value: object = ""
+    core: Core, instruction: str, generation: int, argument: str = "target", value: object = None
 ) -> None:
     """Refuse what only a later chip has."""
     if core.target.generation < generation:
-        fail(instruction, argument, value or core.target.name,
+        fail(instruction, argument, core.target.name if value is None else value,
              f"needs gen{generation} (trn{generation - 1}); the target is {core.target.name}")  # fmt: skip
 
 
