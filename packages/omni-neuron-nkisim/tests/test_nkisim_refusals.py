@@ -667,7 +667,7 @@ def test_versions_gate_what_changed():
         probe.run(silent, nki_version="0.5.0")
     with pytest.raises(NkiValidationError, match=r"nki_version is '0\.9\.0'"):
         probe.run(silent, nki_version="0.9.0")
-    with pytest.raises(NkiValidationError, match="trn1. is not simulated"):
+    with pytest.raises(NkiValidationError, match=r"trn1. is not simulated"):
         probe.run(silent, target="trn1")
 
 
