@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_neuron import WorkerDiedError, WorkerStartupError, executor, preflight, shared_memory, startup
 
 SPAWN = mp.get_context("spawn")
+# This process's own: `worker_main` adopts it.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 class FakeProcess:
@@ -103,7 +106,7 @@ def test_worker_main_sends_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "_pipe", None)
     reader, writer = mp.Pipe(duplex=False)
     with pytest.raises(SystemExit):
-        startup.worker_main(1, writer, "prefix", "the model")
+        startup.worker_main(1, writer, "prefix", ENVIRONMENT, "the model")
     assert reader.recv() == {"status": "phase", "phase": startup.LOADING}
     message = reader.recv()
     assert message["error"] == "ValueError: rank 1 cannot load the model"
@@ -122,7 +125,7 @@ def test_worker_main_after_ready_is_vllm_omnis_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("vllm_omni_neuron.compat.name_shared_memory", lambda prefix: None)
     reader, writer = mp.Pipe(duplex=False)
     with pytest.raises(ValueError, match="later"):
-        startup.worker_main(0, writer, "prefix", "the model")
+        startup.worker_main(0, writer, "prefix", ENVIRONMENT, "the model")
     assert reader.recv()["status"] == "ready"
     with pytest.raises(EOFError):
         reader.recv()

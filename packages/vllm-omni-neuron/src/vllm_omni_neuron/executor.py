@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing as mp
 import multiprocessing.connection
 import os
 import secrets
@@ -174,7 +173,7 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
         """
         od_config = self.od_config
         world = cast(int, od_config.num_gpus)
-        context = mp.get_context("spawn")
+        context = startup.worker_context()
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
         try:
@@ -185,6 +184,7 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
                         rank,
                         writer,
                         f"{self._shm_prefix}{rank}_",
+                        dict(os.environ),
                         od_config,
                         broadcast_handle,
                         wake_events[rank],
