@@ -114,6 +114,20 @@ def test_a_ring_brings_every_rank_s_data_once_and_says_whose(ranks, lnc, permute
         np.testing.assert_array_equal(got, np.stack(inputs))
 
 
+def test_the_ring_is_the_settings():
+    def kernel(a):
+        out = hbm(a.shape)
+        ncc.collective_permute_implicit([a], [out], everyone(4))
+        return out
+
+    inputs = data(4)
+    got = probe.spmd(kernel, [(a,) for a in inputs], ring=(0, 2, 1, 3))
+    for source, target in ((0, 2), (2, 1), (1, 3), (3, 0)):
+        np.testing.assert_array_equal(got[target], inputs[source])
+    with pytest.raises(NkiValidationError, match=r"settings.ring is \(0, 1\); has to be a permutation of 0 to 3"):
+        probe.spmd(kernel, [(a,) for a in inputs], ring=(0, 1))
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_explicit_permutes_reach_named_ranks_only(ranks):
     pairs = [(0, ranks - 1), (ranks - 1, 0)]

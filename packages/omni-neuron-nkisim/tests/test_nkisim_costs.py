@@ -187,12 +187,22 @@ def test_independent_streams_overlap_and_dependent_ones_wait():
 
 def test_writers_wait_for_readers_of_another_engine():
     def body():
-        x, y = f(128, 512), f(128, 512)
+        x, y, z = f(128, 512), f(128, 512), f(128, 512)
         nisa.activation(y, nl.exp, x)
-        nisa.tensor_scalar(x, y, nl.add, 1.0)
+        nisa.tensor_scalar(x, z, nl.add, 1.0)
 
     cycles(body, "vector")
-    assert last_stats().slowest().in_order_ns == pytest.approx(612 / 1.2 + 612 / 0.96)
+    assert last_stats().slowest().in_order_ns == pytest.approx(512 / 1.2 + 612 / 0.96)
+
+
+def test_an_engine_adds_to_its_own_result_without_waiting():
+    def body():
+        operand, total = b(128, 512), ps(128, 512)
+        for k in range(4):
+            nisa.nc_matmul(total, operand[:, 0:128], operand, accumulate=k > 0)
+
+    cycles(body, "tensor")
+    assert last_stats().slowest().in_order_ns == pytest.approx((4 * 512 + 100) / 2.4)
 
 
 def test_banks_of_one_psum_tile_are_told_apart():

@@ -244,6 +244,17 @@ PROBES = {
         lambda: nisa.tensor_scalar(t(4, 4), t(4, 4), nl.add, t(4, 2)),
         r"operand0 is of shape \(4, 2\); has to be \[4, 1\]",
     ),
+    "unary second": (
+        "trn2",
+        lambda: nisa.tensor_scalar(t(4, 4), t(4, 4), nl.add, 1.0, op1=nl.abs),
+        "op1 is nl.abs; is no",
+    ),
+    "unary with a tile": (
+        "trn2",
+        lambda: nisa.scalar_tensor_tensor(t(4, 4), t(4, 4), nl.abs, None, nl.add, t(4, 4)),
+        "op0 is nl.abs; is no ALU",
+    ),
+    "abs_max of tiles": ("trn3", lambda: nisa.tensor_tensor(t(4, 4), t(4, 4), t(4, 4), nl.abs_max), "op is nl.abs_max"),
     "mixed kinds": (
         "trn2",
         lambda: nisa.tensor_scalar(t(4, 4), t(4, 4), nl.add, 1.0, op1=nl.bitwise_or, operand1=1),
@@ -669,6 +680,28 @@ def test_versions_gate_what_changed():
         probe.run(silent, nki_version="0.9.0")
     with pytest.raises(NkiValidationError, match=r"trn1. is not simulated"):
         probe.run(silent, target="trn1")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda a: a.slice(1, 0, 2),
+        lambda a: a.select(1, 0),
+        lambda a: a.permute((0, 1)),
+        lambda a: a[:, 0:1].broadcast(1, 2),
+        lambda a: a.expand_dim(1),
+        lambda a: a.reshape_dim(1, (2, 2)),
+        lambda a: a.flatten_dims(1, 1),
+        lambda a: a.rearrange(("p", "f"), ("p", "f")),
+    ],
+)
+def test_views_by_method_came_with_nki_5(call):
+    def body():
+        call(t(4, 4))
+
+    probe.run(body, nki_version="0.5.0")
+    with pytest.raises(NkiValidationError, match=r"exists from NKI 0.5 on, this is 0.3.0; use ap or an index"):
+        probe.run(body, nki_version="0.3.0")
 
 
 def test_live_capacity_is_checked_on_request():

@@ -63,6 +63,18 @@ def test_the_reader_without_a_barrier_gets_poison():
     assert np.isnan(seen["values"]).all()
 
 
+def test_a_core_reads_its_own_writes_at_once():
+    def kernel(a):
+        scratch, out = shared((2, 4, 4)), shared((2, 4, 4))
+        mine = scratch[nl.program_id()]
+        nisa.dma_copy(mine, a)
+        nisa.dma_copy(out[nl.program_id()], mine)
+        return out
+
+    x = normal(4, 4)
+    np.testing.assert_array_equal(probe.run(kernel, x, lnc=2), np.stack([x, x]))
+
+
 def test_both_cores_writing_different_values_is_a_race():
     def kernel(a):
         out = shared((4, 4), "out")

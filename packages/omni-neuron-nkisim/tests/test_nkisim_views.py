@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from nkisim_probe import load, normal, store, through, tile
 
+from omni_neuron_nkisim import NkiValidationError
 from omni_neuron_nkisim.dtypes import DTYPES, cast, pack, round_to_tf32, unpack
 from omni_neuron_nkisim.layout import reshaped_strides, row_major
 
@@ -94,6 +95,21 @@ def test_runtime_select():
 
     got = probe.run(body, X, np.array([[5]], np.int32))
     np.testing.assert_array_equal(got[0], X[2, 5])
+
+
+def test_runtime_select_on_chip_and_no_views_of_indirect_ones():
+    def body(a, index):
+        data, register, out = load(a), nisa.register_alloc(), tile((4, 1))
+        nisa.register_load(register, index)
+        nisa.tensor_copy(out, data.select(1, register))
+        with pytest.raises(NkiValidationError, match="one runtime index per view"):
+            data.expand_dim(1).select(2, register).select(1, register)
+        with pytest.raises(NkiValidationError, match="an indirect view is used as it is"):
+            a.ap([[10, 1], [1, 10]], vector_offset=load(index))[0:1]
+        return store(out)
+
+    x = normal(4, 10)
+    np.testing.assert_array_equal(probe.run(body, x, np.array([[7]], np.int32))[:, 0], x[:, 7])
 
 
 def test_a_broadcast_destination_discards():

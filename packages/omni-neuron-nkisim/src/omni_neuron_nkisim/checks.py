@@ -112,11 +112,14 @@ def op_token(instruction: str, argument: str, value: object) -> Op:
     return value
 
 
-def alu_op(core: Core, instruction: str, argument: str, value: object, unary_allowed: bool = True) -> Op:
-    """A token that an ALU of this target computes."""
+def alu_op(core: Core, instruction: str, argument: str, value: object, first: bool = False) -> Op:
+    """A token that an ALU of this target computes.
+
+    The unary ones, `abs_max` and `abs_min` are `first` operators only: op0 of tensor_scalar and tensor_scalar_reduce.
+    """
     op = op_token(instruction, argument, value)
-    if op.kind is None or (op.unary and not unary_allowed):
-        fail(instruction, argument, op, "is no ALU operator of this instruction")
+    if op.kind is None or ((op.unary or op.gen4) and not first):
+        fail(instruction, argument, op, "is no ALU operator of this argument")
     if op.gen4:
         need_generation(core, instruction, 4, argument, op)
     return op

@@ -125,7 +125,8 @@ class Launch:
                 if len(self._waiting) + len(self._finished) == len(self.cores):
                     waits = "; ".join(f"{_names([place])} in {what}" for place, what in sorted(self._waiting.items()))
                     raise NkiValidationError(f"every core waits for another one: {waits}")
-                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                self._changed.wait(max(0.0, deadline - time.monotonic()))
+                if not meeting.done and not self._failed and time.monotonic() >= deadline:
                     raise NkiValidationError(
                         f"{_names([me])} waited {self.settings.timeout_s:g} s in {label} for {_names(missing)}"
                     )

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_neuron_nkisim.configuration import current_settings
 from omni_neuron_nkisim.dtypes import PACKED, DType, dtype_of
 from omni_neuron_nkisim.errors import NkiValidationError
 from omni_neuron_nkisim.layout import (
@@ -108,8 +109,16 @@ class NkiTensor:
     def _fail(self, method: str, problem: str) -> NoReturn:
         raise NkiValidationError(f"NkiTensor.{method}: {self!r}: {problem}")
 
+    def _since_5(self, method: str) -> None:
+        """Refuse a method that NKI has from 0.5 on."""
+        settings = current_settings()
+        if settings.version() < (0, 5):
+            self._fail(method, f"exists from NKI 0.5 on, this is {settings.nki_version}; use ap or an index")
+
     def _derive(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> NkiTensor:
-        view = NkiTensor(self.storage, self.element, tuple(shape), tuple(strides), offset, self.scalar, self.gather)
+        if self.gather is not None:
+            self._fail("view", "an indirect view is used as it is")
+        view = NkiTensor(self.storage, self.element, tuple(shape), tuple(strides), offset, self.scalar)
         if len(view.shape) > MAX_DIMS and self.on_chip:
             self._fail("view", f"shape {view.shape} has more than {MAX_DIMS} dims")
         return view
@@ -173,12 +182,14 @@ class NkiTensor:
 
     def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
         """Elements `start:end:step` of a dim."""
+        self._since_5("slice")
         index: list[Any] = [slice(None)] * self.ndim
         index[self._dim("slice", dim, partition=True)] = slice(start, end, step)
         return self[tuple(index)]
 
     def select(self, dim: int, index: int | VirtualRegister | NkiTensor) -> NkiTensor:
         """Drop a dim at a position; a register or `[1, 1]` tensor selects at run time."""
+        self._since_5("select")
         dim = self._dim("select", dim, partition=isinstance(index, int))
         if isinstance(index, int):
             parts: list[Any] = [slice(None)] * self.ndim
@@ -187,7 +198,10 @@ class NkiTensor:
         if self.scalar is not None or self.gather is not None:
             self._fail("select", "the view is dynamic already; one runtime index per view")
         rest = [number for number in range(self.ndim) if number != dim]
-        view = self._derive([self.shape[n] for n in rest], [self.strides[n] for n in rest], self.offset)
+        shape, strides = [self.shape[n] for n in rest], [self.strides[n] for n in rest]
+        if self.on_chip and len(shape) < 2:
+            shape, strides = [*shape, 1], [*strides, 1]
+        view = self._derive(shape, strides, self.offset)
         view.scalar = (index, self.strides[dim])
         return view
 
@@ -195,6 +209,7 @@ class NkiTensor:
 
     def permute(self, dims: Sequence[int]) -> NkiTensor:
         """Reorder the dims."""
+        self._since_5("permute")
         if sorted(dims) != list(range(self.ndim)):
             self._fail("permute", f"dims is {tuple(dims)}; a permutation of 0 to {self.ndim - 1}")
         if self.on_chip and dims[0] != 0:
@@ -203,6 +218,7 @@ class NkiTensor:
 
     def broadcast(self, dim: int, size: int) -> NkiTensor:
         """Repeat a dim of size 1 `size` times, with stride 0."""
+        self._since_5("broadcast")
         dim = self._dim("broadcast", dim)
         if self.shape[dim] != 1:
             self._fail("broadcast", f"dim {dim} has size {self.shape[dim]}; only size 1 is broadcast")
@@ -212,6 +228,7 @@ class NkiTensor:
 
     def expand_dim(self, dim: int) -> NkiTensor:
         """A new dim of size 1 before `dim`."""
+        self._since_5("expand_dim")
         if not 0 <= dim <= self.ndim or (dim == 0 and self.on_chip):
             self._fail("expand_dim", f"dim is {dim}; {1 if self.on_chip else 0} to {self.ndim}")
         stride = self.strides[dim] * self.shape[dim] if dim < self.ndim else 1
@@ -221,6 +238,7 @@ class NkiTensor:
 
     def squeeze_dim(self, dim: int) -> NkiTensor:
         """Drop a dim of size 1."""
+        self._since_5("squeeze_dim")
         dim = self._dim("squeeze_dim", dim)
         if self.shape[dim] != 1 or self.ndim <= (2 if self.on_chip else 1):
             self._fail("squeeze_dim", f"dim {dim} has size {self.shape[dim]} of {self.ndim} dims")
@@ -230,6 +248,7 @@ class NkiTensor:
 
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
         """Split a dim; one part may be -1."""
+        self._since_5("reshape_dim")
         dim = self._dim("reshape_dim", dim)
         sizes = list(shape)
         if sizes.count(-1) == 1:
@@ -248,6 +267,7 @@ class NkiTensor:
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
         """Dims `start_dim` to `end_dim`, both inclusive, as one."""
+        self._since_5("flatten_dims")
         start, end = self._dim("flatten_dims", start_dim), self._dim("flatten_dims", end_dim)
         size = math.prod(self.shape[start : end + 1])
         strides = reshaped_strides(self.shape[start : end + 1], self.strides[start : end + 1], (size,))
@@ -281,6 +301,7 @@ class NkiTensor:
         self, src_pattern: Sequence[Any], dst_pattern: Sequence[Any], fixed_sizes: dict[str, int] | None = None
     ) -> NkiTensor:
         """einops with tuples of names: `t.rearrange(("p", ("a", "b")), ("p", "b", "a"), {"a": 2})`."""
+        self._since_5("rearrange")
         try:
             source = parse_axes(src_pattern, "src_pattern")
             target = parse_axes(dst_pattern, "dst_pattern")

@@ -57,7 +57,7 @@ def tensor_tensor(
         tile(what, argument, view)
     same_shape(what, **views)
     not_both_psum(what, data1=data1, data2=data2)
-    alu_op(core, what, "op", op, unary_allowed=False)
+    alu_op(core, what, "op", op)
     bits_match(what, op, **views)
     in_psum = any(view.buffer == PSUM for view in views.values())
     integers = op.kind != BITWISE and all(view.dtype in _EXACT for view in views.values())
@@ -125,7 +125,7 @@ def tensor_scalar(
     tile(what, "data", data)
     tile(what, "dst", dst)
     same_shape(what, data=data, dst=dst)
-    ops = [alu_op(core, what, "op0", op0)]
+    ops = [alu_op(core, what, "op0", op0, first=True)]
     if op1 is not None:
         ops.append(alu_op(core, what, "op1", op1))
         if op1.kind != op0.kind:
@@ -181,7 +181,7 @@ def scalar_tensor_tensor(
     same_shape(what, **views)
     not_both_psum(what, data=data, operand1=operand1)
     arithmetic(what, "op0", alu_op(core, what, "op0", op0))
-    arithmetic(what, "op1", alu_op(core, what, "op1", op1, unary_allowed=False))
+    arithmetic(what, "op1", alu_op(core, what, "op1", op1))
     scalar = _operand(core, what, "operand0", op0, operand0, data)
     core.count(
         what, costs.VECTOR,
@@ -290,7 +290,7 @@ def tensor_tensor_scan(
     same_shape(what, **views)
     not_both_psum(what, data0=data0, data1=data1)
     for argument, op in (("op0", op0), ("op1", op1)):
-        arithmetic(what, argument, alu_op(core, what, argument, op, unary_allowed=False))
+        arithmetic(what, argument, alu_op(core, what, argument, op))
     start = per_partition(what, "initial", initial, data0.partitions)
     core.count(
         what, costs.VECTOR,

@@ -115,7 +115,7 @@ def tensor_scalar_reduce(
     tile(what, "data", data)
     tile(what, "dst", dst)
     same_shape(what, data=data, dst=dst)
-    arithmetic(what, "op0", alu_op(core, what, "op0", op0))
+    arithmetic(what, "op0", alu_op(core, what, "op0", op0, first=True))
     check_op(what, "reduce_op", reduce_op, tuple(_IDENTITIES))
     member(what, "reduce_cmd", reduce_cmd, ReduceCmd)
     if reverse0:
