@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from nkisim_probe import load, normal, tile
 
-from omni_neuron_nkisim import TensorSpec, last_stats, report, settings
+from omni_neuron_nkisim import NkiValidationError, TensorSpec, last_stats, report, settings
 from omni_neuron_nkisim.costs import COST_RULES
 
 BF16 = "bfloat16"
@@ -129,6 +129,28 @@ def test_hops_of_collectives():
 
     probe.spmd(reduce, [()] * 8, lnc=2, execute=False)
     assert last_stats().slowest().busy_ns["collective"] == pytest.approx(14 * (1500 + 1024 * 128 / 8 / 128))
+
+
+def test_one_rank_stands_for_equal_ones():
+    def kernel(a):
+        everyone, buffers = ncc.ReplicaGroup([list(range(4))]), [hbm(*a.shape), hbm(*a.shape)]
+        nisa.dma_copy(buffers[0], a)
+        for step in range(3):
+            ncc.collective_permute_implicit([buffers[step % 2]], [buffers[(step + 1) % 2]], everyone)
+            data = tile(a.shape, BF16)
+            nisa.dma_copy(data, buffers[(step + 1) % 2])
+            nisa.activation(data, nl.exp, data)
+
+    spec = TensorSpec((128, 512), BF16)
+    for lnc in (1, 2):
+        probe.spmd(kernel, [(spec,)] * 4, lnc=lnc, execute=False)
+        every = last_stats()
+        probe.spmd(kernel, [(spec,)], lnc=lnc, execute=False, symmetric_ranks=4)
+        one = last_stats()
+        assert len(every.cores) == 4 * lnc and len(one.cores) == lnc
+        assert one.cores[0, 0].as_dict() == every.cores[0, 0].as_dict() == every.cores[3, 0].as_dict() | {"rank": 0}
+    with pytest.raises(NkiValidationError, match="symmetric_ranks is 4; it goes with execute=False and one entry"):
+        probe.spmd(kernel, [(np.ones((128, 512), np.float32),)], symmetric_ranks=4)
 
 
 def test_counters_name_engine_and_instruction():

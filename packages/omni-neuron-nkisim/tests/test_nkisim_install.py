@@ -45,7 +45,10 @@ import nki, nki.language as nl, nki.isa as nisa, nki.collectives as ncc, nki.typ
 from nki.isa.constants import engine
 assert nisa.engine is engine and nki.isa is nisa and nt.tensor[128, 512]
 assert nki.__version__ == "0.6.0" and nki.simulate(nki.jit(lambda: 3))() == 3
+from importlib.util import find_spec
+assert find_spec("nki").name == "nki" and find_spec("nki.isa").name == "nki.isa"
 sim.uninstall()
+assert find_spec("nki") is None
 assert not [name for name in sys.modules if name == "nki" or name.startswith("nki.")]
 print("done")
 """

@@ -128,7 +128,8 @@ def _run(
 ) -> None:
     """Meet the other cores of the group, and move data: `move` maps the sources of each rank to its results."""
     lnc = core.launch.lnc
-    places = [(rank, number) for rank in group for number in range(lnc)]
+    # With symmetric_ranks only rank 0 is there, and moves nothing.
+    places = [(rank, number) for rank in group for number in range(lnc) if (rank, number) in core.launch.cores]
     number = core.next_call(("collective", group))
     shapes = ", ".join(f"{src.dtype}{list(src.shape)} to {list(dst.shape)}" for src, dst in
                        zip(call.srcs, call.dsts, strict=True))  # fmt: skip
@@ -136,7 +137,7 @@ def _run(
 
     def act(arrived: dict[Place, _Call]) -> None:
         shared = call.srcs[0].buffer == SHARED_HBM
-        for rank in group if lnc == 2 and shared else ():
+        for rank in dict(places) if lnc == 2 and shared else ():
             _check_both_cores(what, rank, arrived[rank, 0], arrived[rank, 1])
             for view in (*arrived[rank, 0].srcs, *arrived[rank, 0].dsts):
                 view.storage.synchronise(label)

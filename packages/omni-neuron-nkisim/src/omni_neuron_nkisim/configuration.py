@@ -33,6 +33,8 @@ class Settings:
             group's own order. The runtime chooses it on a device and promises nothing: test with a permuted one.
         check_live_capacity: raise where tiles that Python still holds exceed SBUF or PSUM. Python holds a tile for
             longer than the compiler does, so this may refuse a kernel that fits; the report shows the peak anyway.
+        symmetric_ranks: with `execute=False`, let the one rank that is launched (rank 0) stand for so many equal ones,
+            so that its collectives do not wait for others. None launches every rank.
     """
 
     target: str | None = None
@@ -41,6 +43,7 @@ class Settings:
     timeout_s: float = 120.0
     ring: tuple[int, ...] | None = None
     check_live_capacity: bool = False
+    symmetric_ranks: int | None = None
 
     def resolved_target(self) -> Target:
         """The chip of this launch."""

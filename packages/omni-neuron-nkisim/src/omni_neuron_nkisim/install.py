@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ class _ShapeAnnotation:
 
 def _module(name: str, doc: str, contents: dict[str, Any]) -> ModuleType:
     module = ModuleType(name, doc)
+    module.__spec__ = ModuleSpec(name, None)  # without one, importlib.util.find_spec raises
     module.__dict__.update(contents)
     module.__dict__["__all__"] = sorted(contents)
     module.__dict__[_MARK] = True

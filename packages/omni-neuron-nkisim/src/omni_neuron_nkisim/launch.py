@@ -41,21 +41,34 @@ class _Meeting:
 
 
 class Launch:
-    """One launch: its cores, what they share, and where they meet."""
+    """One launch: its cores, what they share, and where they meet.
 
-    def __init__(self, name: str, ranks: int, lnc: int, settings: Settings) -> None:
-        self.name, self.ranks, self.lnc, self.settings = name, ranks, lnc, settings
+    Attributes:
+        ranks: of the world that the kernel sees.
+        cores: those that run.
+    """
+
+    def __init__(self, name: str, launched: int, lnc: int, settings: Settings) -> None:
+        self.name, self.lnc, self.settings = name, lnc, settings
+        self.ranks = launched
+        if settings.symmetric_ranks is not None:
+            if settings.execute or launched != 1:
+                raise NkiValidationError(
+                    f"{name}: symmetric_ranks is {settings.symmetric_ranks}; it goes with execute=False and one entry "
+                    f"of arguments (execute={settings.execute}, {launched} entries)"
+                )
+            self.ranks = settings.symmetric_ranks
         target = settings.resolved_target()
         settings.version()
         self.cores = {
-            (rank, core): Core(self, rank, core, settings, target) for rank in range(ranks) for core in range(lnc)
+            (rank, core): Core(self, rank, core, settings, target) for rank in range(launched) for core in range(lnc)
         }
         self._changed = threading.Condition()
         self._meetings: dict[object, _Meeting] = {}
         self._finished: set[Place] = set()
         self._waiting: dict[Place, str] = {}
         self._failed = False
-        self._shared: dict[int, list[tuple[NkiTensor, str]]] = {rank: [] for rank in range(ranks)}
+        self._shared: dict[int, list[tuple[NkiTensor, str]]] = {rank: [] for rank in range(launched)}
 
     def allocate_shared(self, core: Core, shape: Dims, element: DType, name: str) -> NkiTensor:
         """The shared HBM tensor that is this core's next; the rank's other core gets the same one.
@@ -178,7 +191,7 @@ class Launch:
             if len(places) > 1:
                 errors[place].add_note(f"in {self.name} on {_names([place])}")
             raise errors[place]
-        return [self._agreed(rank, results, arguments[rank]) for rank in range(self.ranks)]
+        return [self._agreed(rank, results, given) for rank, given in enumerate(arguments)]
 
     def _agreed(self, rank: int, results: dict[Place, Any], arguments: Any) -> Any:
         """The rank's result after its cores' last writes are joined."""
