@@ -153,6 +153,27 @@ def test_one_rank_stands_for_equal_ones():
         probe.spmd(kernel, [(np.ones((128, 512), np.float32),)], symmetric_ranks=4)
 
 
+def test_what_of_an_engine_is_exposed():
+    def kernel(hidden):
+        everyone, here, there = ncc.ReplicaGroup([[0, 1]]), hbm(4096, 64), hbm(4096, 64)
+        data = b(128, 2048)
+        ncc.collective_permute_implicit([here], [there], everyone)
+        if not hidden:
+            nisa.dma_copy(data, there)
+        for _ in range(8):
+            nisa.activation(data, nl.exp, data)
+
+    def in_order(hidden, **changes):
+        probe.spmd(kernel, [(hidden,)], execute=False, symmetric_ranks=2, **changes)
+        stats = last_stats().slowest()
+        assert stats.busy_ns["collective"] == pytest.approx(1500 + 4096 * 128 / 64)
+        return stats.in_order_ns
+
+    assert in_order(True) == in_order(True, free_engines=("collective",))
+    exposed = in_order(False) - in_order(False, free_engines=("collective",))
+    assert exposed == pytest.approx(1500 + 4096 * 128 / 64)
+
+
 def test_counters_name_engine_and_instruction():
     kernels.rms_norm(normal(256, 64), normal(1, 64), 1e-6)
     stats = last_stats()

@@ -35,6 +35,8 @@ class Settings:
             longer than the compiler does, so this may refuse a kernel that fits; the report shows the peak anyway.
         symmetric_ranks: with `execute=False`, let the one rank that is launched (rank 0) stand for so many equal ones,
             so that its collectives do not wait for others. None launches every rank.
+        free_engines: engines of the report (`collective`, `dma`, …) that take no time in the in-order estimate. What
+            the estimate loses by it is their exposed part.
     """
 
     target: str | None = None
@@ -44,6 +46,7 @@ class Settings:
     ring: tuple[int, ...] | None = None
     check_live_capacity: bool = False
     symmetric_ranks: int | None = None
+    free_engines: tuple[str, ...] = ()
 
     def resolved_target(self) -> Target:
         """The chip of this launch."""

@@ -150,6 +150,8 @@ class Core:
         if latency is None:
             clock = self.target.clock_ghz.get(engine)
             latency = costs.DEPENDENT_CYCLES / clock if clock else 0.0
+        if engine in self.settings.free_engines:
+            ns = latency = 0.0
         places = self._places(reads, writes)
         start = max(self._ready(engine, places), self.engine_free[engine], not_before)
         end = start + ns
