@@ -142,8 +142,10 @@ def test_memset_and_poison():
 )
 def test_activation_functions(name, formula):
     x = np.clip(normal(8, 40), -3, 3)
+    if name != "sin":
+        x[:, 0] = -14  # where 1 + tanh and 1 + erf cancel in float32
     got = through(lambda dst, a: nisa.activation(dst, getattr(nl, name), a), x)
-    np.testing.assert_allclose(got, formula(x.astype(np.float64)), rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(got, formula(x.astype(np.float64)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gelu_dx", "silu_dx", "erf_dx"])

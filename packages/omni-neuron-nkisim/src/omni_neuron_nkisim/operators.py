@@ -85,38 +85,40 @@ def _within(low: float, high: float, function: Callable[[Array], Array]) -> Call
     return lambda x: np.where((x >= low) & (x <= high), function(x), np.float32(np.nan))
 
 
+def _exact(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """A formula evaluated in float64, since in float32 some of these cancel."""
+    return lambda x: function(x.astype(np.float64)).astype(np.float32)
+
+
 _erf_of = np.frompyfunc(math.erf, 1, 1)
 
 
 def _erf(x: Array) -> Array:
-    return np.asarray(_erf_of(x.astype(np.float64))).astype(np.float32)
+    return np.asarray(_erf_of(x)).astype(np.float64)
 
 
 def _sigmoid(x: Array) -> Array:
-    return (np.float32(0.5) * (np.tanh(np.float32(0.5) * x) + np.float32(1))).astype(np.float32)
+    return 1 / (1 + np.exp(-x))
 
 
 def _gelu(x: Array) -> Array:
-    return np.float32(0.5) * x * (np.float32(1) + _erf(x * np.float32(math.sqrt(0.5))))
+    return 0.5 * x * (1 + _erf(x / math.sqrt(2)))
 
 
 def _gelu_dx(x: Array) -> Array:
-    density = np.exp(-np.float32(0.5) * x * x) * np.float32(1 / math.sqrt(2 * math.pi))
-    return np.float32(0.5) * (np.float32(1) + _erf(x * np.float32(math.sqrt(0.5)))) + x * density
+    return 0.5 * (1 + _erf(x / math.sqrt(2))) + x * np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
 
 def _gelu_tanh(x: Array) -> Array:
-    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
-    return np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def _silu_dx(x: Array) -> Array:
-    s = _sigmoid(x)
-    return s * (np.float32(1) + x * (np.float32(1) - s))
+    return _sigmoid(x) * (1 + x * (1 - _sigmoid(x)))
 
 
 def _softplus(x: Array) -> Array:
-    return np.logaddexp(np.float32(0), x)
+    return np.logaddexp(0, x)
 
 
 def _inverse_sqrt(x: Array) -> Array:
@@ -169,18 +171,18 @@ _COMPARISONS: dict[str, Callable[..., Array]] = {
 }
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "copy": _copy,
-    "sigmoid": _sigmoid,
-    "gelu": _gelu,
-    "gelu_dx": _gelu_dx,
-    "gelu_apprx_tanh": _gelu_tanh,
-    "gelu_apprx_sigmoid": lambda x: x * _sigmoid(np.float32(1.702) * x),
-    "silu": lambda x: x * _sigmoid(x),
-    "silu_dx": _silu_dx,
+    "sigmoid": _exact(_sigmoid),
+    "gelu": _exact(_gelu),
+    "gelu_dx": _exact(_gelu_dx),
+    "gelu_apprx_tanh": _exact(_gelu_tanh),
+    "gelu_apprx_sigmoid": _exact(lambda x: x * _sigmoid(1.702 * x)),
+    "silu": _exact(lambda x: x * _sigmoid(x)),
+    "silu_dx": _exact(_silu_dx),
     "tanh": np.tanh,
-    "softplus": _softplus,
-    "mish": lambda x: x * np.tanh(_softplus(x)),
-    "erf": _erf,
-    "erf_dx": lambda x: np.float32(2 / math.sqrt(math.pi)) * np.exp(-x * x),
+    "softplus": _exact(_softplus),
+    "mish": _exact(lambda x: x * np.tanh(_softplus(x))),
+    "erf": _exact(_erf),
+    "erf_dx": _exact(lambda x: 2 / math.sqrt(math.pi) * np.exp(-x * x)),
     "exp": np.exp,
     "sign": np.sign,
     "log": _within(2.0**-64, 2.0**64, np.log),

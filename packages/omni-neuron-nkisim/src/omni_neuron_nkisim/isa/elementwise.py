@@ -60,7 +60,7 @@ def tensor_tensor(
     alu_op(core, what, "op", op)
     bits_match(what, op, **views)
     in_psum = any(view.buffer == PSUM for view in views.values())
-    integers = op.kind != BITWISE and all(view.dtype in _EXACT for view in views.values())
+    integers = op.kind != BITWISE and op.name != "power" and all(view.dtype in _EXACT for view in views.values())
     gpsimd = op.name == "power" or (integers and not in_psum)
     on = pick_engine(core, what, engine, costs.GPSIMD if gpsimd else costs.VECTOR, _ALU_ENGINES)
     if op.kind == BITWISE and on != costs.VECTOR:
