@@ -156,8 +156,8 @@ _ROWS = (
         "OMNI_NEURON_NKISIM",
         "bool",
         False,
-        "Let the simulator `omni_neuron_nkisim`, once imported, stand in for `nki` where no real `nki` imports. Not for "
-        "production: the simulator is slow. Read by that package itself, which does not need the runtime.",
+        "Let the simulator `omni_neuron_nkisim`, once imported, stand in for `nki` where no real `nki` imports. Not "
+        "for production: the simulator is slow. Read by that package itself, which does not need the runtime.",
     ),
     EnvVar(
         "OMP_NUM_THREADS",
