@@ -98,6 +98,16 @@ PROBES = {
     ),
     "start of a row": ("trn2", lambda: nisa.reciprocal(t(8, 4)[3:4], t(8, 4)[0:1]), "first partition is 3.*of 32"),
     "hbm operand": ("trn2", lambda: nisa.tensor_copy(t(4, 4), h(4, 4)), "tensor_copy: src is in shared_hbm"),
+    "six dims": (
+        "trn2",
+        lambda: nisa.tensor_copy(t(4, 4), t(4, 4).ap([[4, 4], [1, 1], [1, 1], [1, 1], [1, 2], [2, 2]])),
+        "src is of shape .*at most 5 dims",
+    ),
+    "dma of six dims": (
+        "trn2",
+        lambda: nisa.dma_copy(t(4, 4), t(4, 4).ap([[4, 4], [1, 1], [1, 1], [1, 1], [1, 2], [2, 2]])),
+        "src is of shape .*at most 5 dims",
+    ),
     "no tensor": ("trn2", lambda: nisa.tensor_copy(t(4, 4), 3.0), "src is 3.0; has to be an NkiTensor"),
     "counts": (
         "trn2",
@@ -592,6 +602,13 @@ PROBES = {
         lambda: ncc.collective_permute_implicit([h(4)], [h(4)], group(0), channel_ids=[1]),
         r"channel_ids is \[1\]; has to be 0 to 0",
     ),
+    "collective of a gather": (
+        "trn2",
+        lambda: ncc.all_reduce(
+            [h(4, 4).ap([[4, 1], [1, 4]], vector_offset=t(1, 1, dtype=I32))], [h(1, 4)], group(0), nl.add
+        ),
+        "collectives take plain views",
+    ),
     "five channels": (
         "trn2",
         lambda: ncc.collective_permute_implicit([h(4)] * 5, [h(4)] * 5, group(0), channel_ids=list(range(5))),
@@ -643,7 +660,7 @@ def test_checks_need_no_data(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([np.ones(4, np.float32)],), "args.0. is a list; kernels take tuples"),
+        (([np.ones(4, np.float32)],), "argument x is a list; kernels take tuples"),
         ((np.ones(4),), "float64; NKI has"),
         ((np.ones((4, 4), np.float32).T,), "arguments are C-contiguous"),
         ((np.float32(1)[None][:0],), "at least one element"),

@@ -17,7 +17,7 @@ from omni_neuron_nkisim.memory import PSUM, SBUF
 from omni_neuron_nkisim.operators import ARITHMETIC, BITWISE, Op
 from omni_neuron_nkisim.registers import VirtualRegister
 from omni_neuron_nkisim.target import PARTITIONS
-from omni_neuron_nkisim.tensors import NkiTensor
+from omni_neuron_nkisim.tensors import MAX_DIMS, NkiTensor
 
 Array = NDArray[Any]
 INTEGERS = tuple(name for name, dtype in DTYPES.items() if dtype.kind == INTEGER and name != "bool_")
@@ -46,6 +46,8 @@ def tile(
     view = tensor(instruction, argument, value)
     if view.buffer not in regions:
         fail(instruction, argument, f"in {view.buffer}", f"has to be in {' or '.join(regions)}")
+    if view.ndim > MAX_DIMS:
+        fail(instruction, argument, f"of shape {view.shape}", f"at most {MAX_DIMS} dims, partitions included")
     if view.gather is not None:
         fail(instruction, argument, "an indirect view", "only DMA takes vector_offset")
     if view.partitions > PARTITIONS:

@@ -77,6 +77,8 @@ def _check_tensors(core: Core, what: str, srcs: object, dsts: object, priority: 
     if len(call.srcs) != len(call.dsts):
         fail(what, "dsts", f"{len(call.dsts)} tensors", f"has to be as many as srcs, {len(call.srcs)}")
     views = [*call.srcs, *call.dsts]
+    if any(view.is_indirect() for view in views):
+        fail(what, "srcs and dsts", "an indirect view", "collectives take plain views")
     if any(view.buffer == PSUM for view in views):
         fail(what, "srcs and dsts", "in psum", "collectives reach HBM and SBUF")
     if len({view.buffer for view in views}) > 1:

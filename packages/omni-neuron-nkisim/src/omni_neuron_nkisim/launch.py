@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -282,11 +283,14 @@ def run_spmd(kernel: Kernel | Callable[..., Any], per_rank_args: Sequence[Any], 
         raise NkiValidationError(f"run_spmd({target.function.__name__}): per_rank_args is empty; one entry per rank")
     settings, name = current_settings(), target.function.__name__
     launch = Launch(name, len(per_rank_args), target[lnc or target.lnc].lnc, settings)
-    imported = []
+    imported: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    parameters = list(inspect.signature(target.function).parameters)
     for entry in per_rank_args:
         args, kwargs = _split(entry, name)
-        taken = tuple(
-            import_argument(part, label, settings.execute, name) for label, part in (("args", args), ("kwargs", kwargs))
+        labels = [parameters[n] if n < len(parameters) else f"args[{n}]" for n in range(len(args))]
+        taken = (
+            tuple(import_argument(v, label, settings.execute, name) for label, v in zip(labels, args, strict=True)),
+            {key: import_argument(value, key, settings.execute, name) for key, value in kwargs.items()},
         )
         for tensor in tensors_in(list(taken)) if launch.lnc == 2 else ():
             tensor.storage.share()

@@ -19,7 +19,7 @@ from omni_neuron_nkisim.dtypes import cast, to_float32
 from omni_neuron_nkisim.errors import fail
 from omni_neuron_nkisim.memory import HBM, PSUM, SBUF
 from omni_neuron_nkisim.operators import Op
-from omni_neuron_nkisim.tensors import NkiTensor
+from omni_neuron_nkisim.tensors import MAX_DIMS, NkiTensor
 
 _TRANSPOSED_AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 _MOST_SOURCES = 16
@@ -29,6 +29,8 @@ def _operand(what: str, argument: str, value: object) -> NkiTensor:
     view = tensor(what, argument, value)
     if view.buffer == PSUM:
         fail(what, argument, "in psum", "DMA reaches HBM and SBUF only, since NKI 0.3")
+    if view.on_chip and view.ndim > MAX_DIMS:
+        fail(what, argument, f"of shape {view.shape}", f"at most {MAX_DIMS} dims, partitions included")
     return view
 
 
