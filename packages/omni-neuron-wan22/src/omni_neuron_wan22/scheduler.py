@@ -55,6 +55,46 @@ class _FlowScheduler:
         self.sigmas = torch.empty(0)
         self.timesteps = torch.empty(0)
         self.step_index = 0
+        self._levels: list[float] = []
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int,
+        device: torch.device | str | None = None,
+        *,
+        shift: float | None = None,
+    ) -> None:
+        """Start a new trajectory of `num_inference_steps`; nothing of an earlier one remains.
+
+        Raises:
+            ValueError: fewer than one step, or a shift that is not positive.
+        """
+        shift = self.config.shift if shift is None else shift
+        _check_schedule(num_inference_steps, shift)
+        self.sigmas, timesteps = self._schedule(num_inference_steps, shift)
+        self.timesteps = timesteps.to(device)
+        # The solvers work on float32 noise levels, as their references do; arithmetic on them is float64.
+        self._levels = self.sigmas.tolist()
+        self._prepare()
+        self.step_index = 0
+
+    def _schedule(self, num_inference_steps: int, shift: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The noise levels `[steps + 1]` float32, down to 0, and the timesteps `[steps]`."""
+        raise NotImplementedError
+
+    def _prepare(self) -> None:
+        """Forget the last trajectory and compute what the solver needs for the new one."""
+
+    def _begin_step(self) -> int:
+        """The index of the step that begins.
+
+        Raises:
+            RuntimeError: the trajectory is over.
+        """
+        steps = len(self._levels) - 1
+        if self.step_index >= steps:
+            raise RuntimeError(f"the trajectory of {max(0, steps)} steps is over; call set_timesteps first")
+        return self.step_index
 
     def scale_model_input(self, sample: torch.Tensor, timestep: object = None) -> torch.Tensor:
         """The identity: a flow model takes the sample as it is."""
@@ -81,35 +121,21 @@ class NeuronFlowUniPCMultistepScheduler(_FlowScheduler):
         shift: default flow shift.
     """
 
-    def set_timesteps(
-        self,
-        num_inference_steps: int,
-        device: torch.device | str | None = None,
-        *,
-        shift: float | None = None,
-    ) -> None:
-        """Start a new trajectory of `num_inference_steps`; nothing of an earlier one remains.
-
-        Raises:
-            ValueError: fewer than one step, or a shift that is not positive.
-        """
-        shift = self.config.shift if shift is None else shift
-        _check_schedule(num_inference_steps, shift)
+    def _schedule(self, num_inference_steps: int, shift: float) -> tuple[torch.Tensor, torch.Tensor]:
         train = self.config.num_train_timesteps
         # Rounded to float32 as in the reference, whose integer timesteps depend on the last digit.
         unshifted = np.linspace(float(np.float32(1 - 1 / train)), 0.0, num_inference_steps + 1)[:-1]
         sigmas = self._shifted(unshifted, shift)
-        self.timesteps = torch.from_numpy((sigmas * train).astype(np.int64)).to(device)
-        # The solver works on float32 noise levels, as the reference does; arithmetic on them is float64.
-        levels = [float(level) for level in np.append(sigmas, 0.0).astype(np.float32)]
-        self.sigmas = torch.tensor(levels, dtype=torch.float32)
-        self._levels = levels
-        orders = [min(2, step + 1, num_inference_steps - step) for step in range(num_inference_steps)]
+        timesteps = torch.from_numpy((sigmas * train).astype(np.int64))
+        return torch.from_numpy(np.append(sigmas, 0.0)).float(), timesteps
+
+    def _prepare(self) -> None:
+        levels, steps = self._levels, len(self._levels) - 1
+        orders = [min(2, step + 1, steps - step) for step in range(steps)]
         self._predictors = [_predictor(levels, step, order) for step, order in enumerate(orders)]
         # The corrector of a step has the order of the predictor that led to it.
-        correctors = [_corrector(levels, step, orders[step - 1]) for step in range(1, num_inference_steps)]
+        correctors = [_corrector(levels, step, orders[step - 1]) for step in range(1, steps)]
         self._correctors = [None, *correctors]
-        self.step_index = 0
         self._last_sample: torch.Tensor | None = None
         self._older: torch.Tensor | None = None
         self._previous: torch.Tensor | None = None
@@ -137,16 +163,15 @@ class NeuronFlowUniPCMultistepScheduler(_FlowScheduler):
         Raises:
             RuntimeError: the trajectory is over.
         """
-        if self.step_index >= len(self._predictors):
-            raise RuntimeError(f"the trajectory of {len(self._predictors)} steps is over; call set_timesteps first")
-        prediction = sample - self._levels[self.step_index] * model_output
-        corrector = self._correctors[self.step_index]
+        step = self._begin_step()
+        prediction = sample - self._levels[step] * model_output
+        corrector = self._correctors[step]
         if corrector is not None:
             assert self._last_sample is not None
             sample = corrector.apply(self._last_sample, self._older, self._previous, prediction).to(sample.dtype)
         self._older, self._previous = self._previous, prediction
         self._last_sample = sample
-        updated = self._predictors[self.step_index].apply(sample, self._older, self._previous, None).to(sample.dtype)
+        updated = self._predictors[step].apply(sample, self._older, self._previous, None).to(sample.dtype)
         self.step_index += 1
         return SchedulerOutput(updated)
 
@@ -154,25 +179,16 @@ class NeuronFlowUniPCMultistepScheduler(_FlowScheduler):
 class FlowEulerScheduler(_FlowScheduler):
     """Euler's method on the flow ODE: x ← x + (σ' − σ) · velocity, σ evenly spaced from 1 to 0 and shifted.
 
+    Timesteps are float32 and start at 1000.
+
     Args:
         num_train_timesteps: the timestep of pure noise.
         shift: default flow shift.
     """
 
-    def set_timesteps(
-        self,
-        num_inference_steps: int,
-        device: torch.device | str | None = None,
-        *,
-        shift: float | None = None,
-    ) -> None:
-        """As `NeuronFlowUniPCMultistepScheduler.set_timesteps`, but timesteps are float32 and start at 1000."""
-        shift = self.config.shift if shift is None else shift
-        _check_schedule(num_inference_steps, shift)
-        self.sigmas = torch.from_numpy(self._shifted(np.linspace(1.0, 0.0, num_inference_steps + 1), shift)).float()
-        self.timesteps = (self.sigmas[:-1] * self.config.num_train_timesteps).to(device)
-        self._levels = self.sigmas.tolist()
-        self.step_index = 0
+    def _schedule(self, num_inference_steps: int, shift: float) -> tuple[torch.Tensor, torch.Tensor]:
+        sigmas = torch.from_numpy(self._shifted(np.linspace(1.0, 0.0, num_inference_steps + 1), shift)).float()
+        return sigmas, sigmas[:-1] * self.config.num_train_timesteps
 
     def step(
         self,
@@ -183,9 +199,8 @@ class FlowEulerScheduler(_FlowScheduler):
         generator: object = None,
     ) -> SchedulerOutput:
         """As `NeuronFlowUniPCMultistepScheduler.step`."""
-        if self.step_index >= len(self._levels) - 1:
-            raise RuntimeError(f"the trajectory of {len(self._levels) - 1} steps is over; call set_timesteps first")
-        difference = self._levels[self.step_index + 1] - self._levels[self.step_index]
+        step = self._begin_step()
+        difference = self._levels[step + 1] - self._levels[step]
         updated = (sample + difference * model_output).to(sample.dtype)
         self.step_index += 1
         return SchedulerOutput(updated)
