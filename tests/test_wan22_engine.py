@@ -25,9 +25,9 @@ from omni_neuron_wan22 import NeuronFlowUniPCMultistepScheduler, make_tiny_check
 
 pytestmark = pytest.mark.engine
 RUN = Path(__file__).with_name("wan22_engine_run.py")
-LAYOUT_RUN = Path(__file__).with_name("wan22_layout_run.py")
 REQUEST = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 8}
 SERVER_START_TIMEOUT_S = 300
+ENGINES_TIMEOUT_S = 900
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -40,26 +40,6 @@ def environment(**variables: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("wan") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict[str, Any], Path]]:
-    """One engine a TP size, one after the other; every rank compares its latents with the others' after each step."""
-    found = {}
-    for size in (1, 2, 4):
-        folder = tmp_path_factory.mktemp(f"tp{size}")
-        log = folder / "log.txt"
-        with log.open("w") as stream:
-            result = subprocess.run(
-                [sys.executable, str(RUN), str(model), str(folder), str(size)],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=environment(OMNI_NEURON_CHECK_RANK_AGREEMENT="1"),
-                timeout=540,
-            )
-        assert result.returncode == 0, log.read_text()[-8000:]
-        found[size] = (json.loads((folder / "report.json").read_text()), folder)
-    return found
 
 
 # Every axis and switch at least once, on two and on four ranks.
@@ -75,22 +55,43 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def layout(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What an engine of one layout makes, with `settings`, `latents`, frames `wide`, its report and its log."""
-    folder = tmp_path_factory.mktemp("layout")
-    run = subprocess.run(
-        [sys.executable, str(LAYOUT_RUN), str(model), str(folder), json.dumps(LAYOUTS[request.param])],
-        env=environment(OMNI_NEURON_CHECK_RANK_AGREEMENT="1"),
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
-    log = run.stdout + run.stderr
-    assert run.returncode == 0, log[-8000:]
+@pytest.fixture(scope="module")
+def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The folder with a subfolder for each layout, and each engine's log.
+
+    One engine after the other in one process, those of TP 2 and 4 after a worker of the last engine was killed. Every
+    rank compares its latents with the others' after each step.
+    """
+    folder = tmp_path_factory.mktemp("engines")
+    layouts = {f"TP{size}": {"tensor_parallel_size": size} for size in (1, 2, 4)} | LAYOUTS
+    with (folder / "log.txt").open("w") as stream:
+        result = subprocess.run(
+            [sys.executable, str(RUN), str(model), str(folder), json.dumps(layouts)],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment(OMNI_NEURON_CHECK_RANK_AGREEMENT="1"),
+            timeout=ENGINES_TIMEOUT_S,
+        )
+    log = (folder / "log.txt").read_text()
+    assert result.returncode == 0, log[-8000:]
+    parts = (part.split("\n", 1) for part in log.split("=== engine ")[1:])
+    return folder, {name.strip(): rest for name, rest in parts}
+
+
+@pytest.fixture(scope="module")
+def runs(engines: tuple[Path, dict[str, str]]) -> dict[int, tuple[dict[str, Any], Path]]:
+    """Report and folder of the engines of tensor parallelism alone, by size."""
+    folders = {size: engines[0] / f"TP{size}" for size in (1, 2, 4)}
+    return {size: (json.loads((folder / "report.json").read_text()), folder) for size, folder in folders.items()}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest, engines: tuple[Path, dict[str, str]]) -> dict[str, Any]:
+    """What an engine of one layout made: `settings`, `latents`, frames `wide`, its report and its `log`."""
+    folder, logs = engines[0] / request.param, engines[1]
     report = json.loads((folder / "report.json").read_text())
     arrays = {name: np.load(folder / f"{name}.npy") for name in ("latents", "wide")}
-    return {"settings": LAYOUTS[request.param], "log": log, **arrays, **report}
+    return {"settings": LAYOUTS[request.param], "log": logs[request.param], **arrays, **report}
 
 
 def test_a_layout_makes_the_video_of_one_rank(layout: dict[str, Any], runs: dict) -> None:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_wan22_engine.py in a process of its own: one engine, several generations, a report and the frames.
+"""Run by test_wan22_engine.py: engines of several layouts, one after the other in one process (vLLM imports slowly).
 
-usage: wan22_engine_run.py MODEL OUTPUT_FOLDER TENSOR_PARALLEL_SIZE
+For each it writes a report, latents and frames into a folder of the layout's name, and to stdout `ENGINE_STARTS` and
+the name, so that the log can be told apart.
+
+usage: wan22_engine_run.py MODEL OUTPUT_FOLDER LAYOUTS_JSON, layouts being {name: settings of the engine}
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from vllm_omni_neuron.video import encode_mp4, fps_from_output, frames_from_outp
 PROMPT = {"prompt": "A red circle moving right.", "negative_prompt": "blurry"}
 # Wider than a VAE tile of 256, so that tiles have something to share.
 WIDE = {"width": 320, "num_frames": 5}
+ENGINE_STARTS = "=== engine"
 
 
 def parameters(**changes: Any) -> OmniDiffusionSamplingParams:
@@ -34,20 +38,32 @@ def parameters(**changes: Any) -> OmniDiffusionSamplingParams:
 
 
 def main() -> None:
-    model, folder, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    omni = Omni(model=model, tensor_parallel_size=size, dtype="float32")
+    model, folder, layouts = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    for name, settings in layouts.items():
+        print(ENGINE_STARTS, name, flush=True)
+        (folder / name).mkdir()
+        omni = Omni(model=model, dtype="float32", **settings)
 
-    def generate(**changes: Any) -> Any:
-        [output] = omni.generate(PROMPT, parameters(**changes), use_tqdm=False)
-        return output
+        def generate(omni: Omni = omni, **changes: Any) -> Any:
+            [output] = omni.generate(PROMPT, parameters(**changes), use_tqdm=False)
+            return output
 
+        # The layouts of tensor parallelism alone are looked at from every side, the others compared with them.
+        run = run_tensor_parallel if set(settings) <= {"tensor_parallel_size"} else run_layout
+        report = run(generate, folder / name)
+        omni.close()
+        (folder / name / "report.json").write_text(json.dumps(report))
+
+
+def run_tensor_parallel(generate: Any, folder: Path) -> dict[str, Any]:
     first = generate()
     frames = np.asarray(first.images[0])
     np.save(folder / "frames.npy", frames)
     (folder / "video.mp4").write_bytes(encode_mp4(frames_from_output(first), fps_from_output(first, None)))
+    workers = len(multiprocessing.active_children())
     report: dict[str, Any] = {
         "generation": first.multimodal_output["metadata"]["generation"],
-        "workers": len(multiprocessing.active_children()),
+        "workers": workers,
         "same_seed_is_bit_equal": np.array_equal(frames, np.asarray(generate().images[0])),
         "other_seed_differs": not np.array_equal(frames, np.asarray(generate(seed=12).images[0])),
         # The state of the caller's generator travels to the workers; a copy of its seed would give other noise.
@@ -58,13 +74,25 @@ def main() -> None:
     latents = generate(output_type="latent").images[0]
     report["latents"] = [list(latents.shape), str(latents.dtype)]
     np.save(folder / "latents.npy", np.asarray(latents))
-    if size > 1:
+    if workers:
         report["kill"] = _kill_rank_1(generate)
     else:
         np.save(folder / "wide.npy", np.asarray(generate(**WIDE).images[0]))
         report["bad_request"] = _error_of(lambda: generate(extra_args={"sample_solver": "ddim"}))
-    omni.close()
-    (folder / "report.json").write_text(json.dumps(report))
+    return report
+
+
+def run_layout(generate: Any, folder: Path) -> dict[str, Any]:
+    np.save(folder / "latents.npy", np.asarray(generate(output_type="latent").images[0]))
+    # Twice: weights that left the device during the first decoding must be the same ones in the second request.
+    wide = [generate(**WIDE) for _ in range(2)]
+    frames = [np.asarray(output.images[0]) for output in wide]
+    np.save(folder / "wide.npy", frames[0])
+    return {
+        "generation": wide[0].multimodal_output["metadata"]["generation"],
+        "same_seed_is_bit_equal": np.array_equal(*frames),
+        "unguided": list(np.asarray(generate(guidance_scale=1.0).images[0]).shape),
+    }
 
 
 def _generator_continues(generate: Any) -> bool:
