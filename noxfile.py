@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent
 PACKAGES = (
     "omni-neuron-nkisim",
     "omni-neuron-runtime",
+    "omni-neuron-kernels",
     "omni-neuron-parallel",
     "vllm-omni-neuron",
     "omni-neuron-wan22",
@@ -161,11 +162,12 @@ def alone(session: nox.Session, package: str) -> None:
 
 
 def _declared_siblings(package: str) -> set[str]:
-    """The siblings that `package` depends on, directly or through another sibling."""
+    """The siblings that `package` and its tests depend on, directly or through another sibling."""
     found: set[str] = set()
     pending = [package]
     while pending:
-        for requirement in _manifest(pending.pop())["project"]["dependencies"]:
+        project = _manifest(pending.pop())["project"]
+        for requirement in [*project["dependencies"], *project.get("optional-dependencies", {}).get("test", [])]:
             name = requirement.split(";")[0].split("[")[0].split(">")[0].split("=")[0].strip()
             if name in PACKAGES and name not in found:
                 found.add(name)

@@ -160,6 +160,12 @@ _ROWS = (
         "for production: the simulator is slow. Read by that package itself, which does not need the runtime.",
     ),
     EnvVar(
+        "VLLM_NEURON_DISABLE_NKI_KERNELS",
+        "bool",
+        False,
+        "Run the ops of omni-neuron-kernels in torch instead of NKI kernels, on a device and in the simulator.",
+    ),
+    EnvVar(
         "OMP_NUM_THREADS",
         "str",
         None,

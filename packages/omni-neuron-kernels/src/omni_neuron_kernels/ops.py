@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions: arguments are checked here, whoever computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from omni_neuron_kernels import dispatch, reference
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, epsilon: float = 1e-6) -> torch.Tensor:
+    """x / sqrt(mean(x²) + ε) · weight over the last dim, in float32.
+
+    Args:
+        x: `[…, F]`.
+        weight: `[F]`.
+        epsilon: added to the mean square.
+
+    Returns:
+        Shape and dtype of `x`.
+
+    Raises:
+        ValueError: `weight` does not fit.
+    """
+    _expect("weight", weight, (x.shape[-1],))
+    return _run(reference.rms_norm, x, weight, epsilon=epsilon)
+
+
+def adaln_modulate(
+    hidden: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    *,
+    branch: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """LayerNorm(updated) · (1 + scale) + shift with updated = hidden + gate · branch, in float32.
+
+    Args:
+        hidden: `[B, S, F]`, the residual stream.
+        scale: `[B, F]`.
+        shift: `[B, F]`.
+        branch: `[B, S, F]`, what an attention or MLP adds to the stream; None adds nothing.
+        gate: `[B, F]`, with `branch`.
+        epsilon: added to the variance.
+
+    Returns:
+        The modulated and the updated stream, both of `hidden`'s shape and dtype. The norm reads the updated stream as
+        rounded to that dtype. Without `branch` the second one is `hidden` itself.
+
+    Raises:
+        ValueError: shapes that do not fit, or one of `branch` and `gate` without the other.
+    """
+    if hidden.dim() != 3:
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; valid is [B, S, F]")
+    vector = (hidden.shape[0], hidden.shape[2])
+    _expect("scale", scale, vector)
+    _expect("shift", shift, vector)
+    if (branch is None) != (gate is None):
+        raise ValueError("branch and gate go together; one of them is None")
+    if branch is not None and gate is not None:
+        _expect("branch", branch, tuple(hidden.shape))
+        _expect("gate", gate, vector)
+    return _run(reference.adaln_modulate, hidden, scale, shift, branch=branch, gate=gate, epsilon=epsilon)
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    key_length: int | None = None,
+) -> torch.Tensor:
+    """softmax(scale · q kᵀ) v over the first `key_length` keys, accumulated in float32.
+
+    Args:
+        q: `[B, S_q, N, D]`.
+        k: `[B, S_k, N_k, D]`; N is a multiple of N_k, and head n attends to key head n // (N / N_k).
+        v: shape as `k`.
+        scale: factor of the scores; None for 1 / √D.
+        key_length: the number of valid keys; those from there on take no part, whatever they hold. None: all.
+
+    Returns:
+        Shape and dtype of `q`.
+
+    Raises:
+        ValueError: shapes that do not fit, or a `key_length` outside 1 to S_k.
+    """
+    if q.dim() != 4 or k.dim() != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} are not [B, S, heads, D] of one B and D")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} heads, k {k.shape[2]}; valid is a multiple")
+    _expect("v", v, tuple(k.shape))
+    length = k.shape[1] if key_length is None else key_length
+    if not 1 <= length <= k.shape[1]:
+        raise ValueError(f"key_length = {length}: valid are 1..{k.shape[1]}")
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    return _run(reference.flash_attention, q, k, v, scale=factor, key_length=length)
+
+
+def mlp(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_bias: torch.Tensor,
+) -> torch.Tensor:
+    """gelu_tanh(x · up_weight + up_bias) · down_weight + down_bias, sums in float32.
+
+    Args:
+        x: `[…, H]`.
+        up_weight: `[H, I]`, the transpose of `nn.Linear`'s.
+        up_bias: `[I]`.
+        down_weight: `[I, O]`.
+        down_bias: `[O]`; with tensor parallelism a rank passes its share.
+
+    Returns:
+        `[…, O]` in x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if up_weight.dim() != 2 or down_weight.dim() != 2 or up_weight.shape[0] != x.shape[-1]:
+        raise ValueError(f"x {tuple(x.shape)} and up_weight {tuple(up_weight.shape)} are not […, H] and [H, I]")
+    _expect("down_weight", down_weight, (up_weight.shape[1], down_weight.shape[1]))
+    _expect("up_bias", up_bias, (up_weight.shape[1],))
+    _expect("down_bias", down_bias, (down_weight.shape[1],))
+    return _run(reference.mlp, x, up_weight, up_bias, down_weight, down_bias)
+
+
+def _run(reference_function: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Any:
+    # torch.compile sees neither into NKI kernels nor into the choice of a provider.
+    if torch.compiler.is_compiling():
+        return reference_function(*tensors, **options)
+    return dispatch.run(reference_function.__name__, *tensors, **options)
+
+
+def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; valid is {shape}")

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops in plain torch, in float32 (float64 for float64 inputs). They refuse nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from omni_neuron_kernels.dispatch import Implementation
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, epsilon: float) -> torch.Tensor:
+    """See `ops.rms_norm`."""
+    wide = _wide(x)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * _wide(weight)).to(x.dtype)
+
+
+def adaln_modulate(
+    hidden: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    *,
+    branch: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.adaln_modulate`."""
+    updated = hidden
+    if branch is not None and gate is not None:
+        updated = (_wide(hidden) + _wide(gate)[:, None] * _wide(branch)).to(hidden.dtype)
+    normal = F.layer_norm(_wide(updated), (hidden.shape[-1],), eps=epsilon)
+    return (normal * (1 + _wide(scale))[:, None] + _wide(shift)[:, None]).to(hidden.dtype), updated
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, key_length: int
+) -> torch.Tensor:
+    """See `ops.flash_attention`."""
+    share = q.shape[2] // k.shape[2]
+    keys, values = (_wide(t[:, :key_length]).repeat_interleave(share, 2).transpose(1, 2) for t in (k, v))
+    return (
+        F.scaled_dot_product_attention(_wide(q).transpose(1, 2), keys, values, scale=scale).transpose(1, 2).to(q.dtype)
+    )
+
+
+def mlp(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_bias: torch.Tensor,
+) -> torch.Tensor:
+    """See `ops.mlp`."""
+    inner = F.gelu(_wide(x) @ _wide(up_weight) + _wide(up_bias), approximate="tanh")
+    return (inner @ _wide(down_weight) + _wide(down_bias)).to(x.dtype)
+
+
+def _never(*tensors: Any, **options: Any) -> None:
+    return None
+
+
+REFERENCE = {
+    function.__name__: Implementation(function, _never, priority=0)
+    for function in (rms_norm, adaln_modulate, flash_attention, mlp)
+}

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator is nki while these tests run, and not for the tests of other packages."""
+
+from collections.abc import Iterator
+
+import pytest
+
+import omni_neuron_nkisim
+
+_asked_for = omni_neuron_nkisim.is_installed()
+
+
+@pytest.fixture(autouse=True)
+def _simulated_nki(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for variable in ("OMNI_NEURON_NKISIM", "VLLM_NEURON_DISABLE_NKI_KERNELS", "NEURON_PLATFORM_TARGET_OVERRIDE"):
+        monkeypatch.delenv(variable, raising=False)
+    omni_neuron_nkisim.install()
+    yield
+    if not _asked_for:
+        omni_neuron_nkisim.uninstall()

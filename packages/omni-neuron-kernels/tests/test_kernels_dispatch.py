@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import omni_neuron_nkisim
+from omni_neuron_kernels import (
+    Implementation,
+    adaln_modulate,
+    bounded_heads,
+    dispatch,
+    explain,
+    flash_attention,
+    mlp,
+    rms_norm,
+)
+
+X, WEIGHT = torch.randn(3, 5, 64), torch.randn(64)
+
+
+def heads(batch=1, queries=40, keys=70, count=4, key_heads=2, dim=32, dtype=torch.float32):
+    q = torch.randn(batch, queries, count, dim).to(dtype)
+    return q, *(torch.randn(batch, keys, key_heads, dim).to(dtype) for _ in range(2))
+
+
+@pytest.fixture
+def no_simulator() -> Iterator[None]:
+    omni_neuron_nkisim.uninstall()
+    yield
+    omni_neuron_nkisim.install()
+
+
+def launches(monkeypatch):
+    """Names of the kernels that are launched from now on."""
+    from omni_neuron_nkisim import launch
+
+    names: list[str] = []
+    original = launch.remember
+    monkeypatch.setattr(launch, "remember", lambda stats: (names.append(stats.kernel), original(stats))[1])
+    return names
+
+
+def test_the_simulator_runs_every_op_and_agrees_with_the_reference(monkeypatch):
+    q, k, v = heads(batch=2)
+    hidden, branch = torch.randn(2, 9, 64), torch.randn(2, 9, 64)
+    gate, scale, shift = torch.randn(3, 2, 64)
+    layers = (torch.randn(64, 100), torch.randn(100), torch.randn(100, 30), torch.randn(30))
+
+    def everything():
+        return [
+            rms_norm(X, WEIGHT),
+            *adaln_modulate(hidden, scale, shift),
+            *adaln_modulate(hidden, scale, shift, branch=branch, gate=gate),
+            flash_attention(q, k, v, key_length=60),
+            flash_attention(50 * q, k, v, key_length=60),
+            mlp(X, *layers),
+        ]
+
+    names = launches(monkeypatch)
+    simulated = everything()
+    assert names == ["rms_norm", "adaln_modulate", "gated_adaln_modulate", "flash_attention", "flash_attention", "mlp"]
+    monkeypatch.setenv("VLLM_NEURON_DISABLE_NKI_KERNELS", "1")
+    for ours, reference in zip(simulated, everything(), strict=True):
+        assert ours.dtype == reference.dtype and ours.shape == reference.shape
+        assert float((ours - reference).norm() / reference.norm()) < 1e-5
+    assert len(names) == 6
+
+
+def test_the_choice_and_its_reasons(monkeypatch):
+    choice = explain("rms_norm", X, WEIGHT)
+    assert (choice.provider, set(choice.refusals)) == ("nki-simulator", {"nki"})
+    assert choice.distribution.startswith("omni-neuron-kernels 0.")
+    assert "tensors on cpu" in choice.refusals["nki"]
+    monkeypatch.setenv("VLLM_NEURON_DISABLE_NKI_KERNELS", "1")
+    choice = explain("rms_norm", X, WEIGHT)
+    assert choice.provider == "torch"
+    assert set(choice.refusals.values()) == {"VLLM_NEURON_DISABLE_NKI_KERNELS=1"}
+    assert "not nki-simulator: VLLM_NEURON_DISABLE_NKI_KERNELS=1" in str(choice)
+
+
+def test_without_the_simulator_the_reference_runs(no_simulator):
+    choice = explain("rms_norm", X, WEIGHT)
+    assert choice.provider == "torch"
+    assert "OMNI_NEURON_NKISIM=1" in choice.refusals["nki-simulator"]
+    torch.testing.assert_close(rms_norm(X, WEIGHT), F.rms_norm(X, (64,), WEIGHT, 1e-6))
+
+
+def test_on_a_device_the_chip_decides(monkeypatch):
+    from omni_neuron_kernels import nki_provider
+
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "inf2")
+    assert "inf2" in (nki_provider._not_on_device([]) or "")
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    assert nki_provider._not_on_device([]) is None
+
+
+REFUSED = {
+    "rms_norm too wide": ("rms_norm", (torch.zeros(1, 8193), torch.zeros(8193)), {}, "at most 8192"),
+    "rms_norm in float16": ("rms_norm", (X.half(), WEIGHT), {}, "torch.float16"),
+    "rms_norm without rows": ("rms_norm", (X[:0], WEIGHT), {}, "without elements"),
+    "rms_norm with a gradient": ("rms_norm", (X.clone().requires_grad_(), WEIGHT), {}, "no backward"),
+    "adaln_modulate too wide": (
+        "adaln_modulate",
+        (torch.zeros(1, 1, 5633), torch.zeros(1, 5633), torch.zeros(1, 5633)),
+        {},
+        "at most 5632",
+    ),
+    "adaln_modulate of two dtypes": (
+        "adaln_modulate",
+        (torch.zeros(1, 1, 8), torch.zeros(1, 8), torch.zeros(1, 8)),
+        {"branch": torch.zeros(1, 1, 8).bfloat16(), "gate": torch.zeros(1, 8)},
+        "branch torch.bfloat16",
+    ),
+    "flash_attention at the VAE's head dim": ("flash_attention", heads(dim=384), {}, "head dim 384"),
+    "flash_attention with a negative scale": ("flash_attention", heads(), {"scale": -0.1}, "above zero"),
+    "mlp too wide for SBUF": (
+        "mlp",
+        (torch.zeros(1, 5120), torch.zeros(5120, 13824), torch.zeros(13824), torch.zeros(13824, 8), torch.zeros(8)),
+        {},
+        "bytes of SBUF",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_outside_a_limit_torch_runs_and_says_why(name):
+    op, tensors, options, reason = REFUSED[name]
+    choice = explain(op, *tensors, **options)
+    assert choice.provider == "torch"
+    assert reason in choice.refusals["nki-simulator"]
+
+
+def test_a_head_dim_past_the_limit_still_computes():
+    q, k, v = heads(dim=384)
+    expected = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(flash_attention(q, k, v), expected)
+
+
+def test_a_compiled_graph_is_whole_and_holds_the_reference(monkeypatch):
+    names = launches(monkeypatch)
+
+    def model(x, weight, q, k, v):
+        return adaln_modulate(rms_norm(x, weight), x[:, 0], x[:, 1])[0], flash_attention(q, k, v)
+
+    arguments = (X, WEIGHT, *heads())
+    modulated, attended = torch.compile(model, backend="eager", fullgraph=True)(*arguments)
+    assert names == []
+    for compiled, eager in zip((modulated, attended), model(*arguments), strict=True):
+        torch.testing.assert_close(compiled, eager)
+    assert names == ["rms_norm", "adaln_modulate", "flash_attention"]
+
+
+def test_a_third_partys_kernel_goes_first_where_its_priority_is_higher(monkeypatch):
+    theirs = Implementation(lambda x, weight, *, epsilon: x, lambda x, weight, **options: None, priority=60)
+    found = {**dispatch._providers(), "fast": ("other 1.0", {"rms_norm": theirs})}
+    monkeypatch.setattr(dispatch, "_providers", lambda: found)
+    dispatch._candidates.cache_clear()
+    try:
+        assert explain("rms_norm", X, WEIGHT).distribution == "other 1.0"
+        assert rms_norm(X, WEIGHT) is X
+        assert explain("mlp", X, *(torch.zeros(s) for s in ((64, 8), (8,), (8, 2), (2,)))).provider == "nki-simulator"
+    finally:
+        dispatch._candidates.cache_clear()
+
+
+def test_an_unknown_op_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"'softmax'.*adaln_modulate, flash_attention, mlp, rms_norm"):
+        explain("softmax", X)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rms_norm(X, WEIGHT[:3]), "weight has shape"),
+        (lambda: adaln_modulate(X, WEIGHT, WEIGHT), "scale has shape"),
+        (lambda: adaln_modulate(X, X[:, 0], X[:, 0], branch=X), "go together"),
+        (lambda: flash_attention(*heads(), key_length=71), r"valid are 1\.\.70"),
+        (lambda: flash_attention(*heads(count=3)), "valid is a multiple"),
+        (lambda: mlp(X, WEIGHT, WEIGHT, WEIGHT, WEIGHT), "are not"),
+    ],
+)
+def test_arguments_that_do_not_fit(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_bounded_heads_are_those_whose_bound_is_proven():
+    q, k, v = heads(count=4, key_heads=4, dim=64)
+    bound = (q.norm(dim=-1).amax(1) * k.norm(dim=-1).amax(1))[0]
+    for factor, safe in ((69.0, True), (71.0, False)):
+        scaled = q * (factor / bound)[None, None, :, None]
+        assert bounded_heads(scaled, k, v, scale=1.0, key_length=70).tolist() == [[safe] * 4]
+    # e^69 times 70 keys times values of e^20 overflows; a value as small as e^-20 would be lost.
+    scaled = q * (69.0 / bound)[None, None, :, None]
+    for power in (20, -20):
+        assert not bounded_heads(scaled, k, v * math.exp(power), scale=1.0, key_length=70).any()
+    assert not bounded_heads(q, k * torch.inf, v, scale=1.0, key_length=70).any()
+
+
+def test_only_heads_past_the_bound_take_the_maximum():
+    q, k, v = heads(count=4, key_heads=4)
+    q[:, :, 1] *= 100
+    flash_attention(q, k, v)
+    exponentials = omni_neuron_nkisim.last_stats().count("activation")
+    reductions = omni_neuron_nkisim.last_stats().count("tensor_reduce")
+    assert bounded_heads(q, k, v, scale=32**-0.5, key_length=70).tolist() == [[True, False, True, True]]
+    assert exponentials == 4 and reductions == 2  # over the keys, and over the pieces of keys
+
+
+def test_importing_the_package_imports_no_nki():
+    source = "import sys, omni_neuron_kernels; sys.exit('nki' in sys.modules or 'omni_neuron_nkisim' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0
