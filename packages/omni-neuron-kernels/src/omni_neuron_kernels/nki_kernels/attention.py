@@ -279,7 +279,7 @@ def _shifts(peaks, found, step, dtype, scale):
         nisa.tensor_copy(running, used)
     else:
         peak = nl.ndarray((p, tiles), "float32", buffer=nl.sbuf)
-        nisa.tensor_tensor(peak, running, used, nl.maximum)
+        nisa.tensor_tensor(peak, running, used, nl.minimum)
         nisa.tensor_tensor(factors[:, :, 0], peak, running, nl.subtract)
         nisa.tensor_tensor(factors[:, :, 1], peak, used, nl.subtract)
         nisa.activation(factors, nl.exp, factors, scale=scale)
