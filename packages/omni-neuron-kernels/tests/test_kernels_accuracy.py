@@ -128,6 +128,30 @@ def test_mlp(dtype, lnc, rows, width, inner, columns):
     check(kernels("feed_forward").mlp[lnc](x, up, up_bias, down, down_bias), exact, torchs)
 
 
+@parametrize_all
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize(("rows", "width", "inner", "columns"), [(300, 200, 900, 250), (1, 5, 3, 2)])
+def test_gated_mlp(dtype, lnc, silu, rows, width, inner, columns):
+    x, shapes = random(rows, width, dtype=dtype), ((width, inner), (width, inner), (inner, columns))
+    gate, up, down = ((random(a, b, seed=a + n) / math.sqrt(a)).to(dtype) for n, (a, b) in enumerate(shapes))
+
+    def compute(x, gate, up, down):
+        gates = F.silu(x @ gate) if silu else F.gelu(x @ gate, approximate="tanh")
+        return (gates * (x @ up)) @ down
+
+    exact = compute(*(tensor.double() for tensor in (x, gate, up, down)))
+    check(kernels("feed_forward").gated_mlp[lnc](x, gate, up, down, silu), exact, compute(x, gate, up, down))
+
+
+@parametrize_all
+@pytest.mark.parametrize(("rows", "width", "columns"), [(300, 200, 600), (700, 129, 1), (1, 5, 513)])
+def test_output_projection(dtype, lnc, rows, width, columns):
+    x, weight, bias = random(rows, width, dtype=dtype), random(width, columns, dtype=dtype), random(1, columns)
+    exact = x.double() @ weight.double() + bias.double()
+    torchs = x @ weight + bias.to(dtype)
+    check(kernels("feed_forward").output_projection[lnc](x, weight, bias), exact, torchs)
+
+
 def specs(dtype, *shapes):
     return [TensorSpec(shape, dtype) for shape in shapes]
 
@@ -144,6 +168,8 @@ def test_real_shapes_fit(dtype):
         kernels("attention").flash_attention[2](*heads, 128**-0.5, 8_999, (False, True))
         x, up, down = specs(dtype, (600, 5120), (5120, 1728), (1728, 5120))
         kernels("feed_forward").mlp(x, up, TensorSpec((1728, 1), "float32"), down, columns)
+        kernels("feed_forward").gated_mlp(x, up, up, down, True)
+        kernels("feed_forward").output_projection(x, TensorSpec((5120, 5120), dtype), columns)
 
 
 def vector_work(queries, keys, bounded):

@@ -31,6 +31,12 @@ def mlp(lnc):
     return 4.0 * QUERIES * WIDTH * INNER
 
 
+def projection(lnc):
+    kernel = importlib.import_module("omni_neuron_kernels.nki_kernels.feed_forward").output_projection[lnc]
+    kernel(spec(QUERIES, WIDTH // 4), spec(WIDTH // 4, WIDTH), spec(1, WIDTH, dtype="float32"))
+    return 2.0 * QUERIES * WIDTH // 4 * WIDTH
+
+
 def norm(lnc):
     kernel = importlib.import_module("omni_neuron_kernels.nki_kernels.norms").rms_norm[lnc]
     kernel(spec(QUERIES, WIDTH), spec(1, WIDTH, dtype="float32"), 1e-6)
@@ -48,6 +54,7 @@ ROWS = {
     "`flash_attention`, no shift": lambda lnc: attention(lnc, True),
     "`flash_attention`, running maximum": lambda lnc: attention(lnc, False),
     "`mlp`": mlp,
+    "`output_projection`": projection,
     "`rms_norm`": norm,
     "`adaln_modulate`, gated": modulation,
 }

@@ -16,7 +16,9 @@ from omni_neuron_kernels import (
     dispatch,
     explain,
     flash_attention,
+    gated_mlp,
     mlp,
+    output_projection,
     rms_norm,
 )
 
@@ -59,16 +61,21 @@ def test_the_simulator_runs_every_op_and_agrees_with_the_reference(monkeypatch):
             flash_attention(q, k, v, key_length=60),
             flash_attention(50 * q, k, v, key_length=60),
             mlp(X, *layers),
+            gated_mlp(X, layers[0], layers[0], layers[2]),
+            gated_mlp(X, layers[0], layers[0], layers[2], activation="gelu_tanh"),
+            output_projection(X, *layers[:2]),
         ]
 
     names = launches(monkeypatch)
     simulated = everything()
-    assert names == ["rms_norm", "adaln_modulate", "gated_adaln_modulate", "flash_attention", "flash_attention", "mlp"]
+    norms = ["rms_norm", "adaln_modulate", "gated_adaln_modulate"]
+    layers_run = ["mlp", "gated_mlp", "gated_mlp", "output_projection"]
+    assert names == [*norms, "flash_attention", "flash_attention", *layers_run]
     monkeypatch.setenv("VLLM_NEURON_DISABLE_NKI_KERNELS", "1")
     for ours, reference in zip(simulated, everything(), strict=True):
         assert ours.dtype == reference.dtype and ours.shape == reference.shape
         assert float((ours - reference).norm() / reference.norm()) < 1e-5
-    assert len(names) == 6
+    assert len(names) == 9
 
 
 def test_the_choice_and_its_reasons(monkeypatch):
@@ -169,7 +176,7 @@ def test_a_third_partys_kernel_goes_first_where_its_priority_is_higher(monkeypat
 
 
 def test_an_unknown_op_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"'softmax'.*adaln_modulate, flash_attention, mlp, rms_norm"):
+    with pytest.raises(ValueError, match=r"'softmax'; there are adaln_modulate, flash_attention, gated_mlp, mlp, "):
         explain("softmax", X)
 
 
@@ -182,6 +189,9 @@ def test_an_unknown_op_names_the_known_ones():
         (lambda: flash_attention(*heads(), key_length=71), r"valid are 1\.\.70"),
         (lambda: flash_attention(*heads(count=3)), "valid is a multiple"),
         (lambda: mlp(X, WEIGHT, WEIGHT, WEIGHT, WEIGHT), "are not"),
+        (lambda: gated_mlp(X, X[0], WEIGHT, WEIGHT), "are not"),
+        (lambda: gated_mlp(X, X[0], X[0], X[0], activation="relu"), "valid are gelu_tanh, silu"),
+        (lambda: output_projection(X, WEIGHT[:, None], WEIGHT), "bias has shape"),
     ],
 )
 def test_arguments_that_do_not_fit(call, message):

@@ -3,7 +3,7 @@
 
 from omni_neuron_kernels.__about__ import __version__
 from omni_neuron_kernels.dispatch import ENTRY_POINT_GROUP, Choice, Implementation, explain
-from omni_neuron_kernels.ops import adaln_modulate, flash_attention, mlp, rms_norm
+from omni_neuron_kernels.ops import adaln_modulate, flash_attention, gated_mlp, mlp, output_projection, rms_norm
 from omni_neuron_kernels.softmax_regimes import bounded_heads
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "bounded_heads",
     "explain",
     "flash_attention",
+    "gated_mlp",
     "mlp",
+    "output_projection",
     "rms_norm",
 ]

@@ -77,6 +77,21 @@ def _mlp(
     return _kernels("feed_forward").mlp[CORES](rows, *up, *down).reshape(*x.shape[:-1], down_weight.shape[1])
 
 
+def _gated_mlp(
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, *, activation: str
+) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    weights = [weight.contiguous() for weight in (gate_weight, up_weight, down_weight)]
+    result = _kernels("feed_forward").gated_mlp[CORES](rows, *weights, activation == "silu")
+    return result.reshape(*x.shape[:-1], down_weight.shape[1])
+
+
+def _output_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    result = _kernels("feed_forward").output_projection[CORES](rows, weight.contiguous(), bias.float().reshape(1, -1))
+    return result.reshape(*x.shape[:-1], weight.shape[1])
+
+
 def _rms_norm_limits(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> str | None:
     return _dtype_limit(x=x) or _width_limit(x, RMS_NORM_WIDTH)
 
@@ -106,12 +121,31 @@ def _flash_attention_limits(
 def _mlp_limits(
     x: torch.Tensor, up_weight: torch.Tensor, up_bias: torch.Tensor, down_weight: torch.Tensor, down_bias: torch.Tensor
 ) -> str | None:
-    width, inner = up_weight.shape
+    return _sbuf_limit(x, up_weight.shape[0], up_weight.shape[1], down_weight) or _dtype_limit(
+        x=x, up_weight=up_weight, down_weight=down_weight
+    )
+
+
+def _gated_mlp_limits(
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, **options: Any
+) -> str | None:
+    return _sbuf_limit(x, up_weight.shape[0], up_weight.shape[1], down_weight) or _dtype_limit(
+        x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
+    )
+
+
+def _output_projection_limits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> str | None:
+    return _sbuf_limit(x, weight.shape[0], 0, weight) or _dtype_limit(x=x, weight=weight)
+
+
+def _sbuf_limit(x: torch.Tensor, width: int, inner: int, last_weight: torch.Tensor) -> str | None:
+    """Of 512 tokens the inputs, transposed too, and hidden activations lie on chip at once, and the broadcast bias."""
     tiles = math.ceil(width / 128) + math.ceil(inner / 128)
-    needed = (tiles * 512 + width) * x.element_size() + down_weight.shape[1] * 4
+    needed = (tiles * 512 + width) * x.element_size() + last_weight.shape[1] * 4
     if needed > SBUF_BYTES:
-        return f"H {width} and I {inner} need {needed} bytes of SBUF per partition in {x.dtype}, at most {SBUF_BYTES}"
-    return _dtype_limit(x=x, up_weight=up_weight, down_weight=down_weight)
+        widths = f"widths {width}, {inner} and {last_weight.shape[1]}"
+        return f"{widths} need {needed} bytes of SBUF per partition in {x.dtype}, at most {SBUF_BYTES}"
+    return None
 
 
 def _dtype_limit(**tensors: torch.Tensor) -> str | None:
@@ -161,7 +195,9 @@ def _not_in_simulator(given: list[torch.Tensor]) -> str | None:
 _OPS: dict[str, tuple[Callable[..., Any], Refusal]] = {
     "adaln_modulate": (_adaln_modulate, _adaln_limits),
     "flash_attention": (_flash_attention, _flash_attention_limits),
+    "gated_mlp": (_gated_mlp, _gated_mlp_limits),
     "mlp": (_mlp, _mlp_limits),
+    "output_projection": (_output_projection, _output_projection_limits),
     "rms_norm": (_rms_norm, _rms_norm_limits),
 }
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 from omni_neuron_kernels import dispatch, reference
+
+GateActivation = Literal["gelu_tanh", "silu"]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, epsilon: float = 1e-6) -> torch.Tensor:
@@ -131,6 +133,58 @@ def mlp(
     _expect("up_bias", up_bias, (up_weight.shape[1],))
     _expect("down_bias", down_bias, (down_weight.shape[1],))
     return _run(reference.mlp, x, up_weight, up_bias, down_weight, down_bias)
+
+
+def gated_mlp(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    *,
+    activation: GateActivation = "silu",
+) -> torch.Tensor:
+    """(act(x · gate_weight) ⊙ (x · up_weight)) · down_weight, sums in float32, without biases.
+
+    Args:
+        x: `[…, H]`.
+        gate_weight: `[H, I]`, the transpose of `nn.Linear`'s.
+        up_weight: `[H, I]`.
+        down_weight: `[I, O]`.
+        activation: "silu" or "gelu_tanh".
+
+    Returns:
+        `[…, O]` in x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit, or another activation.
+    """
+    if activation not in get_args(GateActivation):
+        raise ValueError(f"activation = {activation!r}; valid are {', '.join(get_args(GateActivation))}")
+    if up_weight.dim() != 2 or down_weight.dim() != 2 or up_weight.shape[0] != x.shape[-1]:
+        raise ValueError(f"x {tuple(x.shape)} and up_weight {tuple(up_weight.shape)} are not […, H] and [H, I]")
+    _expect("gate_weight", gate_weight, tuple(up_weight.shape))
+    _expect("down_weight", down_weight, (up_weight.shape[1], down_weight.shape[1]))
+    return _run(reference.gated_mlp, x, gate_weight, up_weight, down_weight, activation=activation)
+
+
+def output_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """x · weight + bias, sums in float32.
+
+    Args:
+        x: `[…, H]`, such as attention outputs with all heads of this rank side by side.
+        weight: `[H, O]`, the transpose of `nn.Linear`'s.
+        bias: `[O]`; with tensor parallelism a rank passes its share.
+
+    Returns:
+        `[…, O]` in x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if weight.dim() != 2 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not […, H] and [H, O]")
+    _expect("bias", bias, (weight.shape[1],))
+    return _run(reference.output_projection, x, weight, bias)
 
 
 def _run(reference_function: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Any:

@@ -61,11 +61,25 @@ def mlp(
     return (inner @ _wide(down_weight) + _wide(down_bias)).to(x.dtype)
 
 
+def gated_mlp(
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, *, activation: str
+) -> torch.Tensor:
+    """See `ops.gated_mlp`."""
+    gate = _wide(x) @ _wide(gate_weight)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return ((gate * (_wide(x) @ _wide(up_weight))) @ _wide(down_weight)).to(x.dtype)
+
+
+def output_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """See `ops.output_projection`."""
+    return (_wide(x) @ _wide(weight) + _wide(bias)).to(x.dtype)
+
+
 def _never(*tensors: Any, **options: Any) -> None:
     return None
 
 
 REFERENCE = {
     function.__name__: Implementation(function, _never, priority=0)
-    for function in (rms_norm, adaln_modulate, flash_attention, mlp)
+    for function in (rms_norm, adaln_modulate, flash_attention, mlp, gated_mlp, output_projection)
 }

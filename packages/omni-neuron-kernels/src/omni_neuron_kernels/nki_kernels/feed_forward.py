@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two-layer MLP with tanh-GELU: hidden activations stay on chip, weights stream once per 512 tokens."""
+"""MLPs and projections: hidden activations stay on chip, weights stream once per 512 tokens."""
 
 import nki
 import nki.isa as nisa
@@ -24,22 +24,60 @@ def mlp(x, up_weight, up_bias, down_weight, down_bias):
         down_weight: `[I, O]` of x's dtype.
         down_bias: float32 `[1, O]`.
     """
-    rows, width = x.shape
-    columns = down_weight.shape[1]
+    rows, columns = x.shape[0], down_weight.shape[1]
     out = nl.ndarray((rows, columns), x.dtype, buffer=nl.shared_hbm)
-    offset = nl.ndarray((P, columns), "float32", buffer=nl.sbuf)
-    nisa.dma_copy(offset, down_bias.ap([[0, P], [1, columns]]))
-    share = (rows + P * nl.num_programs() - 1) // (P * nl.num_programs()) * P
-    step = min(TOKENS, share)
-    for first in range(step * nl.program_id(), rows, step * nl.num_programs()):
-        count = min(step, rows - first)
-        activated = _up(_transposed(x, first, count, width), up_weight, up_bias)
-        _down(out, activated, down_weight, offset, first, count)
+    offset = _broadcast(down_bias)
+    for span in _spans(rows):
+        activated = _up(_transposed(x, span), up_weight, up_bias)
+        _project(out, activated, down_weight, offset, span)
     return out
 
 
-def _transposed(x, first, count, width):
-    """Rows `first` to `first + count` as a list of `[≤ 128 of H, count]` tiles."""
+@nki.jit
+def gated_mlp(x, gate_weight, up_weight, down_weight, silu):
+    """(act(x · gate_weight) ⊙ (x · up_weight)) · down_weight with SiLU or tanh-GELU; shapes as of `mlp`, no biases."""
+    rows, columns = x.shape[0], down_weight.shape[1]
+    out = nl.ndarray((rows, columns), x.dtype, buffer=nl.shared_hbm)
+    offset = nl.ndarray((P, columns), "float32", buffer=nl.sbuf)
+    nisa.memset(offset, 0.0)
+    for span in _spans(rows):
+        activated = _gated(_transposed(x, span), gate_weight, up_weight, nl.silu if silu else nl.gelu_apprx_tanh)
+        _project(out, activated, down_weight, offset, span)
+    return out
+
+
+@nki.jit
+def output_projection(x, weight, bias):
+    """x · weight + bias, sums in float32: `[rows, H]`, `[H, O]` of x's dtype, float32 `[1, O]`."""
+    rows, columns = x.shape[0], weight.shape[1]
+    out = nl.ndarray((rows, columns), x.dtype, buffer=nl.shared_hbm)
+    offset = _broadcast(bias)
+    for span in _spans(rows):
+        _project(out, _transposed(x, span), weight, offset, span)
+    return out
+
+
+def _broadcast(row):
+    """A `[1, F]` HBM tensor on every partition."""
+    tile = nl.ndarray((P, row.shape[1]), row.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(tile, row.ap([[0, P], [1, row.shape[1]]]))
+    return tile
+
+
+def _spans(rows):
+    """(first row, rows) of this core's parts of at most `TOKENS` rows."""
+    share = (rows + P * nl.num_programs() - 1) // (P * nl.num_programs()) * P
+    step = min(TOKENS, share)
+    spans = []
+    for first in range(step * nl.program_id(), rows, step * nl.num_programs()):
+        spans.append((first, min(step, rows - first)))
+    return spans
+
+
+def _transposed(x, span):
+    """A span of rows as a list of `[≤ 128 of H, rows]` tiles."""
+    first, count = span
+    width = x.shape[1]
     tiles = []
     for h in range(0, width, P):
         tiles.append(nl.ndarray((min(P, width - h), count), x.dtype, buffer=nl.sbuf))
@@ -56,34 +94,68 @@ def _transposed(x, first, count, width):
 
 
 def _up(tokens, weight, bias):
-    """gelu_tanh(weightᵀ · tokens + bias) as a list of `[≤ 128 of I, count]` tiles, which the second matmul takes."""
-    inner, count = weight.shape[1], tokens[0].shape[1]
+    """gelu_tanh(weightᵀ · tokens + bias) as a list of `[≤ 128 of I, rows]` tiles, which the second matmul takes."""
     activated = []
-    for start in range(0, inner, UP_COLUMNS):
-        end = min(inner, start + UP_COLUMNS)
-        sums = []
-        for i in range(start, end, P):
-            sums.append(nl.ndarray((min(P, end - i), count), "float32", buffer=nl.psum))
-        for number in range(len(tokens)):
-            h, height = P * number, tokens[number].shape[0]
-            stripe = nl.ndarray((height, end - start), weight.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(stripe, weight[h : h + height, start:end])
-            for part in range(len(sums)):
-                i = P * part
-                stationary = stripe[:, i : min(end - start, i + P)]
-                nisa.nc_matmul(sums[part], stationary, tokens[number], accumulate=(number > 0))
-        for part in range(len(sums)):
-            i, height = start + P * part, sums[part].shape[0]
-            offset = nl.ndarray((height, 1), "float32", buffer=nl.sbuf)
-            tile = nl.ndarray((height, count), weight.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(offset, bias[i : i + height])
-            nisa.activation(tile, nl.gelu_apprx_tanh, sums[part], bias=offset)
-            activated.append(tile)
+    for start in range(0, weight.shape[1], UP_COLUMNS):
+        _append_activated(activated, _sums(tokens, weight, start), bias, start, weight.dtype)
     return activated
 
 
-def _down(out, activated, weight, offset, first, count):
-    """activatedᵀ · weight + offset into rows `first` to `first + count` of out."""
+def _append_activated(activated, sums, bias, start, dtype):
+    for part in range(len(sums)):
+        i, height = start + P * part, sums[part].shape[0]
+        offset = nl.ndarray((height, 1), "float32", buffer=nl.sbuf)
+        tile = nl.ndarray(sums[part].shape, dtype, buffer=nl.sbuf)
+        nisa.dma_copy(offset, bias[i : i + height])
+        nisa.activation(tile, nl.gelu_apprx_tanh, sums[part], bias=offset)
+        activated.append(tile)
+
+
+def _gated(tokens, gate_weight, up_weight, op):
+    """op(gate_weightᵀ · tokens) ⊙ (up_weightᵀ · tokens), tiles as `_up`'s."""
+    activated = []
+    for start in range(0, up_weight.shape[1], UP_COLUMNS):
+        gates = _gates(_sums(tokens, gate_weight, start), op)
+        _append_products(activated, gates, _sums(tokens, up_weight, start), up_weight.dtype)
+    return activated
+
+
+def _gates(sums, op):
+    gates = []
+    for total in sums:
+        gate = nl.ndarray(total.shape, "float32", buffer=nl.sbuf)
+        nisa.activation(gate, op, total)
+        gates.append(gate)
+    return gates
+
+
+def _append_products(activated, gates, sums, dtype):
+    for part in range(len(sums)):
+        tile = nl.ndarray(sums[part].shape, dtype, buffer=nl.sbuf)
+        nisa.tensor_tensor(tile, gates[part], sums[part], nl.multiply)
+        activated.append(tile)
+
+
+def _sums(tokens, weight, start):
+    """weightᵀ · tokens for `UP_COLUMNS` columns of weight from `start` on: `[≤ 128 columns, rows]` PSUM tiles."""
+    end, count = min(weight.shape[1], start + UP_COLUMNS), tokens[0].shape[1]
+    sums = []
+    for i in range(start, end, P):
+        sums.append(nl.ndarray((min(P, end - i), count), "float32", buffer=nl.psum))
+    for number in range(len(tokens)):
+        h, height = P * number, tokens[number].shape[0]
+        stripe = nl.ndarray((height, end - start), weight.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(stripe, weight[h : h + height, start:end])
+        for part in range(len(sums)):
+            i = P * part
+            stationary = stripe[:, i : min(end - start, i + P)]
+            nisa.nc_matmul(sums[part], stationary, tokens[number], accumulate=(number > 0))
+    return sums
+
+
+def _project(out, activated, weight, offset, span):
+    """activatedᵀ · weight + offset into a span of rows of out."""
+    first, count = span
     columns = weight.shape[1]
     for start in range(0, columns, DOWN_COLUMNS):
         end = min(columns, start + DOWN_COLUMNS)
