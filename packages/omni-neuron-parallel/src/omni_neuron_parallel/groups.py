@@ -151,6 +151,7 @@ class _State:
     topology: Topology | None = None
     groups: dict[str, AxisGroup] = {}  # noqa: RUF012 - one state a process, replaced as a whole
     partitions: dict[str, Partition] = {}  # noqa: RUF012
+    made: list[dist.ProcessGroup] = []  # noqa: RUF012 - by this module, so that it can end them
 
 
 def initialize_parallel(topology: Topology, timeout: float | None = None) -> None:
@@ -200,6 +201,7 @@ def make_group(name: str, partition: Partition, timeout: float | None = None) ->
         process_group, _ = dist.new_subgroups_by_enumeration(
             [list(group) for group in partition], timeout=timedelta(seconds=seconds)
         )
+    _State.made.append(process_group)
     return AxisGroup(name, ranks, ranks.index(rank), process_group)
 
 
@@ -253,8 +255,15 @@ def register_group(name: str, partition: Sequence[Sequence[int]], timeout: float
 
 
 def destroy_parallel() -> None:
-    """Forget the groups. The process groups themselves end with `torch.distributed.destroy_process_group`."""
-    _State.topology, _State.groups, _State.partitions = None, {}, {}
+    """Forget the groups and end the process groups that this module made; adopted ones are left to their owner.
+
+    Not collective. A process group that is only forgotten keeps threads, which poll: hundreds of them fill a core.
+    """
+    for process_group in _State.made:
+        # ValueError: it has ended already, with its world.
+        with contextlib.suppress(ValueError):
+            dist.destroy_process_group(process_group)
+    _State.topology, _State.groups, _State.partitions, _State.made = None, {}, {}, []
 
 
 def get_topology() -> Topology:
