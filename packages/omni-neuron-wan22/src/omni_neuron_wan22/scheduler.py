@@ -9,6 +9,7 @@ on the device, and is what makes every rank compute the same bits.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -44,7 +45,7 @@ class SchedulerOutput(NamedTuple):
     prev_sample: torch.Tensor
 
 
-class _FlowScheduler:
+class _FlowScheduler(ABC):
     """Timesteps and bookkeeping shared by the solvers."""
 
     order = 1
@@ -75,15 +76,11 @@ class _FlowScheduler:
         self.timesteps = timesteps.to(device)
         # The solvers work on float32 noise levels, as their references do; arithmetic on them is float64.
         self._levels = self.sigmas.tolist()
-        self._prepare()
         self.step_index = 0
 
+    @abstractmethod
     def _schedule(self, num_inference_steps: int, shift: float) -> tuple[torch.Tensor, torch.Tensor]:
         """The noise levels `[steps + 1]` float32, down to 0, and the timesteps `[steps]`."""
-        raise NotImplementedError
-
-    def _prepare(self) -> None:
-        """Forget the last trajectory and compute what the solver needs for the new one."""
 
     def _begin_step(self) -> int:
         """The index of the step that begins.
@@ -129,7 +126,15 @@ class NeuronFlowUniPCMultistepScheduler(_FlowScheduler):
         timesteps = torch.from_numpy((sigmas * train).astype(np.int64))
         return torch.from_numpy(np.append(sigmas, 0.0)).float(), timesteps
 
-    def _prepare(self) -> None:
+    def set_timesteps(
+        self,
+        num_inference_steps: int,
+        device: torch.device | str | None = None,
+        *,
+        shift: float | None = None,
+    ) -> None:
+        """As the base class, and compute every step's coefficients."""
+        super().set_timesteps(num_inference_steps, device, shift=shift)
         levels, steps = self._levels, len(self._levels) - 1
         orders = [min(2, step + 1, steps - step) for step in range(steps)]
         self._predictors = [_predictor(levels, step, order) for step, order in enumerate(orders)]
