@@ -12,7 +12,7 @@ import torch
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from omni_neuron_parallel import RankPool, Topology, initialize_parallel, tensor_digest
+from omni_neuron_parallel import RankPool, Topology, destroy_parallel, initialize_parallel, tensor_digest
 from omni_neuron_wan22 import NeuronWanPipeline, WanCheckpoint, load_text_encoder, load_transformer
 
 
@@ -31,8 +31,11 @@ def on_ranks(pool: RankPool | None, function: Callable[..., Any], *arguments: An
 
 def _with_tensor_parallel(size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     initialize_parallel(Topology(tp=size))
-    with torch.no_grad():
-        return function(*arguments)
+    try:
+        with torch.no_grad():
+            return function(*arguments)
+    finally:
+        destroy_parallel()  # other tests use the pool with other topologies
 
 
 def dit_inputs(seed: int = 0, text_dim: int = 64) -> dict[str, torch.Tensor]:
