@@ -14,14 +14,11 @@ from typing import Any
 import torch
 
 from omni_neuron_kernels.dispatch import Implementation
+from omni_neuron_kernels.nki_launch import CORES, SBUF_BYTES, dtype_limit, kernels_of
 from omni_neuron_kernels.softmax_regimes import bounded_heads
 from omni_neuron_runtime import env, platform_target
 
-CORES = 2  # NeuronCores of a logical one, the default of trn2 and trn3
 TARGETS = ("trn2", "trn3")
-DTYPES = (torch.float32, torch.bfloat16)
-# What lies on chip at once, per partition, of trn2's 224 KiB; the rest is for tiles in flight.
-SBUF_BYTES = 192 * 1024
 RMS_NORM_WIDTH = 8192
 ADALN_WIDTH = 5632
 HEAD_DIM = 128
@@ -29,13 +26,9 @@ HEAD_DIM = 128
 Refusal = Callable[..., str | None]
 
 
-def _kernels(module: str) -> Any:
-    return importlib.import_module(f"omni_neuron_kernels.nki_kernels.{module}")
-
-
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, *, epsilon: float) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return _kernels("norms").rms_norm[CORES](rows, weight.float().reshape(1, -1), epsilon).reshape(x.shape)
+    return kernels_of("norms").rms_norm[CORES](rows, weight.float().reshape(1, -1), epsilon).reshape(x.shape)
 
 
 def _adaln_modulate(
@@ -47,7 +40,7 @@ def _adaln_modulate(
     gate: torch.Tensor | None,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kernels, vectors = _kernels("norms"), (scale.float().contiguous(), shift.float().contiguous())
+    kernels, vectors = kernels_of("norms"), (scale.float().contiguous(), shift.float().contiguous())
     if branch is None or gate is None:
         return kernels.adaln_modulate[CORES](hidden.contiguous(), *vectors, epsilon), hidden
     gated = (hidden.contiguous(), branch.contiguous(), gate.float().contiguous())
@@ -60,7 +53,7 @@ def _flash_attention(
     # The regime of each head is part of the kernel that is compiled, so the norms are read back here.
     bounded = bounded_heads(q, k, v, scale=scale, key_length=key_length).flatten().tolist()
     heads = [tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (q, k, v)]
-    result = _kernels("attention").flash_attention[CORES](*heads, scale, key_length, tuple(bounded))
+    result = kernels_of("attention").flash_attention[CORES](*heads, scale, key_length, tuple(bounded))
     return result.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
 
 
@@ -74,7 +67,7 @@ def _mlp(
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     up = (up_weight.contiguous(), up_bias.float().reshape(-1, 1))
     down = (down_weight.contiguous(), down_bias.float().reshape(1, -1))
-    return _kernels("feed_forward").mlp[CORES](rows, *up, *down).reshape(*x.shape[:-1], down_weight.shape[1])
+    return kernels_of("feed_forward").mlp[CORES](rows, *up, *down).reshape(*x.shape[:-1], down_weight.shape[1])
 
 
 def _gated_mlp(
@@ -82,18 +75,18 @@ def _gated_mlp(
 ) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     weights = [weight.contiguous() for weight in (gate_weight, up_weight, down_weight)]
-    result = _kernels("feed_forward").gated_mlp[CORES](rows, *weights, activation == "silu")
+    result = kernels_of("feed_forward").gated_mlp[CORES](rows, *weights, activation == "silu")
     return result.reshape(*x.shape[:-1], down_weight.shape[1])
 
 
 def _output_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    result = _kernels("feed_forward").output_projection[CORES](rows, weight.contiguous(), bias.float().reshape(1, -1))
+    result = kernels_of("feed_forward").output_projection[CORES](rows, weight.contiguous(), bias.float().reshape(1, -1))
     return result.reshape(*x.shape[:-1], weight.shape[1])
 
 
 def _rms_norm_limits(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> str | None:
-    return _dtype_limit(x=x) or _width_limit(x, RMS_NORM_WIDTH)
+    return dtype_limit(x=x) or _width_limit(x, RMS_NORM_WIDTH)
 
 
 def _adaln_limits(
@@ -105,7 +98,7 @@ def _adaln_limits(
     **options: Any,
 ) -> str | None:
     streams = {"hidden": hidden} if branch is None else {"hidden": hidden, "branch": branch}
-    return _dtype_limit(**streams) or _width_limit(hidden, ADALN_WIDTH)
+    return dtype_limit(**streams) or _width_limit(hidden, ADALN_WIDTH)
 
 
 def _flash_attention_limits(
@@ -115,13 +108,13 @@ def _flash_attention_limits(
         return f"head dim {q.shape[-1]}, at most {HEAD_DIM}"
     if scale is not None and not 0 < scale < math.inf:
         return f"scale {scale}, has to be above zero"
-    return _dtype_limit(q=q, k=k, v=v)
+    return dtype_limit(q=q, k=k, v=v)
 
 
 def _mlp_limits(
     x: torch.Tensor, up_weight: torch.Tensor, up_bias: torch.Tensor, down_weight: torch.Tensor, down_bias: torch.Tensor
 ) -> str | None:
-    return _sbuf_limit(x, up_weight.shape[0], up_weight.shape[1], down_weight) or _dtype_limit(
+    return _sbuf_limit(x, up_weight.shape[0], up_weight.shape[1], down_weight) or dtype_limit(
         x=x, up_weight=up_weight, down_weight=down_weight
     )
 
@@ -129,13 +122,13 @@ def _mlp_limits(
 def _gated_mlp_limits(
     x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, **options: Any
 ) -> str | None:
-    return _sbuf_limit(x, up_weight.shape[0], up_weight.shape[1], down_weight) or _dtype_limit(
+    return _sbuf_limit(x, up_weight.shape[0], up_weight.shape[1], down_weight) or dtype_limit(
         x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
     )
 
 
 def _output_projection_limits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> str | None:
-    return _sbuf_limit(x, weight.shape[0], 0, weight) or _dtype_limit(x=x, weight=weight)
+    return _sbuf_limit(x, weight.shape[0], 0, weight) or dtype_limit(x=x, weight=weight)
 
 
 def _sbuf_limit(x: torch.Tensor, width: int, inner: int, last_weight: torch.Tensor) -> str | None:
@@ -145,14 +138,6 @@ def _sbuf_limit(x: torch.Tensor, width: int, inner: int, last_weight: torch.Tens
     if needed > SBUF_BYTES:
         widths = f"widths {width}, {inner} and {last_weight.shape[1]}"
         return f"{widths} need {needed} bytes of SBUF per partition in {x.dtype}, at most {SBUF_BYTES}"
-    return None
-
-
-def _dtype_limit(**tensors: torch.Tensor) -> str | None:
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    if len(set(dtypes.values())) > 1 or not set(dtypes.values()) <= set(DTYPES):
-        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        return f"{given}: one of torch.float32 and torch.bfloat16 for all"
     return None
 
 

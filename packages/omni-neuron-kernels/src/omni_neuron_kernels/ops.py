@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
-from omni_neuron_kernels import dispatch, reference
+from omni_neuron_kernels import reference
+from omni_neuron_kernels.op_support import expect_shape, run_op
 
 GateActivation = Literal["gelu_tanh", "silu"]
 
@@ -27,8 +27,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, epsilon: float = 1e-6) ->
     Raises:
         ValueError: `weight` does not fit.
     """
-    _expect("weight", weight, (x.shape[-1],))
-    return _run(reference.rms_norm, x, weight, epsilon=epsilon)
+    expect_shape("weight", weight, (x.shape[-1],))
+    return run_op(reference.rms_norm, x, weight, epsilon=epsilon)
 
 
 def adaln_modulate(
@@ -60,14 +60,14 @@ def adaln_modulate(
     if hidden.dim() != 3:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; valid is [B, S, F]")
     vector = (hidden.shape[0], hidden.shape[2])
-    _expect("scale", scale, vector)
-    _expect("shift", shift, vector)
+    expect_shape("scale", scale, vector)
+    expect_shape("shift", shift, vector)
     if (branch is None) != (gate is None):
         raise ValueError("branch and gate go together; one of them is None")
     if branch is not None and gate is not None:
-        _expect("branch", branch, tuple(hidden.shape))
-        _expect("gate", gate, vector)
-    return _run(reference.adaln_modulate, hidden, scale, shift, branch=branch, gate=gate, epsilon=epsilon)
+        expect_shape("branch", branch, tuple(hidden.shape))
+        expect_shape("gate", gate, vector)
+    return run_op(reference.adaln_modulate, hidden, scale, shift, branch=branch, gate=gate, epsilon=epsilon)
 
 
 def flash_attention(
@@ -97,12 +97,12 @@ def flash_attention(
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} are not [B, S, heads, D] of one B and D")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} heads, k {k.shape[2]}; valid is a multiple")
-    _expect("v", v, tuple(k.shape))
+    expect_shape("v", v, tuple(k.shape))
     length = k.shape[1] if key_length is None else key_length
     if not 1 <= length <= k.shape[1]:
         raise ValueError(f"key_length = {length}: valid are 1..{k.shape[1]}")
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    return _run(reference.flash_attention, q, k, v, scale=factor, key_length=length)
+    return run_op(reference.flash_attention, q, k, v, scale=factor, key_length=length)
 
 
 def mlp(
@@ -129,10 +129,10 @@ def mlp(
     """
     if up_weight.dim() != 2 or down_weight.dim() != 2 or up_weight.shape[0] != x.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} and up_weight {tuple(up_weight.shape)} are not […, H] and [H, I]")
-    _expect("down_weight", down_weight, (up_weight.shape[1], down_weight.shape[1]))
-    _expect("up_bias", up_bias, (up_weight.shape[1],))
-    _expect("down_bias", down_bias, (down_weight.shape[1],))
-    return _run(reference.mlp, x, up_weight, up_bias, down_weight, down_bias)
+    expect_shape("down_weight", down_weight, (up_weight.shape[1], down_weight.shape[1]))
+    expect_shape("up_bias", up_bias, (up_weight.shape[1],))
+    expect_shape("down_bias", down_bias, (down_weight.shape[1],))
+    return run_op(reference.mlp, x, up_weight, up_bias, down_weight, down_bias)
 
 
 def gated_mlp(
@@ -162,9 +162,9 @@ def gated_mlp(
         raise ValueError(f"activation = {activation!r}; valid are {', '.join(get_args(GateActivation))}")
     if up_weight.dim() != 2 or down_weight.dim() != 2 or up_weight.shape[0] != x.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} and up_weight {tuple(up_weight.shape)} are not […, H] and [H, I]")
-    _expect("gate_weight", gate_weight, tuple(up_weight.shape))
-    _expect("down_weight", down_weight, (up_weight.shape[1], down_weight.shape[1]))
-    return _run(reference.gated_mlp, x, gate_weight, up_weight, down_weight, activation=activation)
+    expect_shape("gate_weight", gate_weight, tuple(up_weight.shape))
+    expect_shape("down_weight", down_weight, (up_weight.shape[1], down_weight.shape[1]))
+    return run_op(reference.gated_mlp, x, gate_weight, up_weight, down_weight, activation=activation)
 
 
 def output_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -183,17 +183,5 @@ def output_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor)
     """
     if weight.dim() != 2 or weight.shape[0] != x.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not […, H] and [H, O]")
-    _expect("bias", bias, (weight.shape[1],))
-    return _run(reference.output_projection, x, weight, bias)
-
-
-def _run(reference_function: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Any:
-    # torch.compile sees neither into NKI kernels nor into the choice of a provider.
-    if torch.compiler.is_compiling():
-        return reference_function(*tensors, **options)
-    return dispatch.run(reference_function.__name__, *tensors, **options)
-
-
-def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; valid is {shape}")
+    expect_shape("bias", bias, (weight.shape[1],))
+    return run_op(reference.output_projection, x, weight, bias)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all public functions do: check shapes, then ask the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from omni_neuron_kernels import dispatch
+
+
+def run_op(reference_function: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
+    """Run the op that `reference_function` is the torch reference of, and is named after."""
+    # torch.compile sees neither into NKI kernels nor into the choice of a provider.
+    if torch.compiler.is_compiling():
+        return reference_function(*tensors, **options)
+    return dispatch.run(reference_function.__name__, *tensors, **options)
+
+
+def expect_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the argument `name` has this shape."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; valid is {shape}")
