@@ -6,11 +6,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import omni_neuron_runtime as runtime
-from vllm_omni_neuron import shared_memory
+from vllm_omni_neuron import shared_memory, startup
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +71,8 @@ def threads_per_worker(world: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world)
 
 
-@contextlib.contextmanager
-def worker_environment(world: int) -> Iterator[None]:
-    """Processes started meanwhile get `threads_per_worker` as OMP_NUM_THREADS, unless the user has set it.
-
-    Set in the environment and not by the worker: torch sizes its pool when it is imported.
-    """
+def worker_environment(world: int) -> contextlib.AbstractContextManager[None]:
+    """Processes started meanwhile get `threads_per_worker` as OMP_NUM_THREADS, unless the user has set it."""
     if runtime.env.is_set("OMP_NUM_THREADS"):
-        yield
-        return
-    os.environ["OMP_NUM_THREADS"] = str(threads_per_worker(world))
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
+        return contextlib.nullcontext()
+    return startup.openmp_threads(threads_per_worker(world))

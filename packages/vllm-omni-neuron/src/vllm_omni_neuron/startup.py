@@ -38,21 +38,23 @@ def worker_context() -> ForkServerContext | SpawnContext:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
-    with _one_thread():
+    with openmp_threads(1):  # no pool of threads in the server, which a fork would not carry over
         forkserver.ensure_running()
     return context
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """The server is started with one thread, so that it has no pool of threads, which a fork would not carry over."""
-    before = dict(os.environ)
-    os.environ["OMP_NUM_THREADS"] = "1"
+def openmp_threads(count: int) -> Iterator[None]:
+    """Processes started meanwhile have `count` OpenMP threads: torch sizes its pool when it is imported."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(count)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 def _adopt_environment(environment: dict[str, str]) -> None:
