@@ -50,7 +50,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "tensor_parallel_size": 2,
         "ring_degree": 2,
         "vae_patch_parallel_size": 4,
-        "additional_config": {"tp_sequence_parallel": True},
+        "additional_config": {"tp_sequence_parallel": True, "context_method": "ring"},
     },
 }
 
