@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row norms: RMS norm, and layer norm with adaptive modulation and a gated residual. The cores of an LNC share rows."""
+"""Row norms: RMS norm, and layer norm with adaptive modulation and a gated residual; FP8 with a scale per row.
+
+The cores of an LNC share rows.
+"""
 
 import nki
 import nki.isa as nisa
@@ -7,6 +10,7 @@ import nki.language as nl
 
 P = 128
 BN_STATS_COLUMNS = 512
+SMALLEST_SCALE = 2.0**-80  # of a row of zeros
 
 
 @nki.jit
@@ -41,7 +45,7 @@ def adaln_modulate(hidden, scale, shift, epsilon):
             h = min(P, rows - r)
             data = nl.ndarray((h, width), hidden.dtype, buffer=nl.sbuf)
             nisa.dma_copy(data, hidden[b, r : r + h])
-            nisa.dma_copy(out[b, r : r + h], _modulated(data, factor, offset, epsilon))
+            nisa.dma_copy(out[b, r : r + h], _modulated(data, factor, offset, epsilon, hidden.dtype))
     return out
 
 
@@ -67,8 +71,81 @@ def gated_adaln_modulate(hidden, branch, gate, scale, shift, epsilon):
             nisa.tensor_tensor(product, added, gates[0:h], nl.multiply)
             nisa.tensor_tensor(data, data, product, nl.add)
             nisa.dma_copy(updated[b, r : r + h], data)
-            nisa.dma_copy(out[b, r : r + h], _modulated(data, factor, offset, epsilon))
+            nisa.dma_copy(out[b, r : r + h], _modulated(data, factor, offset, epsilon, hidden.dtype))
     return out, updated
+
+
+@nki.jit
+def row_quantize(x, largest, dtype):
+    """x / scale with a scale per row, its largest magnitude over `largest`.
+
+    Args:
+        x: `[rows, F]`.
+        largest: finite value of `dtype`.
+        dtype: "float8_e4m3" (240) or "float8_e4m3fn" (448).
+
+    Returns:
+        `[rows, F]` of dtype, and float32 scales `[rows, 1]`.
+    """
+    rows, width = x.shape
+    out = nl.ndarray(x.shape, dtype, buffer=nl.shared_hbm)
+    scales = nl.ndarray((rows, 1), "float32", buffer=nl.shared_hbm)
+    for r in range(P * nl.program_id(), rows, P * nl.num_programs()):
+        h = min(P, rows - r)
+        data = nl.ndarray((h, width), x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(data, x[r : r + h])
+        result, scale = _row_quantized(data, largest, dtype)
+        nisa.dma_copy(out[r : r + h], result)
+        nisa.dma_copy(scales[r : r + h], scale)
+    return out, scales
+
+
+@nki.jit
+def quantized_adaln_modulate(hidden, gated, scale, shift, epsilon, largest, dtype):
+    """`adaln_modulate`, or `gated_adaln_modulate` where `gated` is (branch, gate) rather than (), row-quantised.
+
+    The modulated stream is quantised as float32, before it is rounded to anything else.
+
+    Returns:
+        `[B, S, F]` of dtype, its scales float32 `[B, S, 1]`, and if gated the updated stream.
+    """
+    batch, rows, width = hidden.shape
+    out = nl.ndarray(hidden.shape, dtype, buffer=nl.shared_hbm)
+    scales = nl.ndarray((batch, rows, 1), "float32", buffer=nl.shared_hbm)
+    updated = nl.ndarray(hidden.shape, hidden.dtype, buffer=nl.shared_hbm) if len(gated) > 0 else hidden
+    for b in range(batch):
+        factor, offset = _modulation(scale, shift, b, width)
+        gates = _broadcast(gated[1], b * width, width) if len(gated) > 0 else factor
+        for r in range(P * nl.program_id(), rows, P * nl.num_programs()):
+            h = min(P, rows - r)
+            data = nl.ndarray((h, width), hidden.dtype, buffer=nl.sbuf)
+            nisa.dma_copy(data, hidden[b, r : r + h])
+            if len(gated) > 0:
+                added = nl.ndarray((h, width), hidden.dtype, buffer=nl.sbuf)
+                product = nl.ndarray((h, width), "float32", buffer=nl.sbuf)
+                nisa.dma_copy(added, gated[0][b, r : r + h])
+                nisa.tensor_tensor(product, added, gates[0:h], nl.multiply)
+                nisa.tensor_tensor(data, data, product, nl.add)
+                nisa.dma_copy(updated[b, r : r + h], data)
+            result, row_scale = _row_quantized(_modulated(data, factor, offset, epsilon, "float32"), largest, dtype)
+            nisa.dma_copy(out[b, r : r + h], result)
+            nisa.dma_copy(scales[b, r : r + h], row_scale)
+    return (out, scales, updated) if len(gated) > 0 else (out, scales)
+
+
+def _row_quantized(data, largest, dtype):
+    """A tile over a scale per row, in dtype, and the scales `[rows, 1]`."""
+    h = data.shape[0]
+    magnitudes = nl.ndarray(data.shape, "float32", buffer=nl.sbuf)
+    peak = nl.ndarray((h, 1), "float32", buffer=nl.sbuf)
+    scale = nl.ndarray((h, 1), "float32", buffer=nl.sbuf)
+    inverse = nl.ndarray((h, 1), "float32", buffer=nl.sbuf)
+    nisa.tensor_scalar_reduce(magnitudes, data, nl.abs, 0.0, nl.maximum, reduce_res=peak)
+    nisa.tensor_scalar(scale, peak, nl.multiply, 1.0 / largest, op1=nl.maximum, operand1=SMALLEST_SCALE)
+    nisa.reciprocal(inverse, scale)
+    result = nl.ndarray(data.shape, dtype, buffer=nl.sbuf)
+    nisa.activation(result, nl.copy, data, scale=inverse)
+    return result, scale
 
 
 def _broadcast(tensor, offset, width):
@@ -84,8 +161,8 @@ def _modulation(scale, shift, b, width):
     return factor, _broadcast(shift, b * width, width)
 
 
-def _modulated(data, factor, offset, epsilon):
-    """Layer norm of each row from `bn_stats` in pieces, times factor, plus offset; in data's dtype."""
+def _modulated(data, factor, offset, epsilon, dtype):
+    """Layer norm of each row from `bn_stats` in pieces, times factor, plus offset."""
     h, width = data.shape
     pieces = (width + BN_STATS_COLUMNS - 1) // BN_STATS_COLUMNS
     stats = nl.ndarray((h, 6 * pieces), "float32", buffer=nl.sbuf)
@@ -100,6 +177,6 @@ def _modulated(data, factor, offset, epsilon):
     normal = nl.ndarray((h, width), "float32", buffer=nl.sbuf)
     nisa.tensor_scalar(normal, data, nl.subtract, mean, op1=nl.multiply, operand1=deviation)
     nisa.tensor_tensor(normal, normal, factor[0:h], nl.multiply)
-    result = nl.ndarray((h, width), data.dtype, buffer=nl.sbuf)
+    result = nl.ndarray((h, width), dtype, buffer=nl.sbuf)
     nisa.tensor_tensor(result, normal, offset[0:h], nl.add)
     return result
