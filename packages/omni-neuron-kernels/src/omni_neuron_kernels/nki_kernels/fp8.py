@@ -18,8 +18,7 @@ TOKEN_TILES = 8  # of a step
 GROUP_TILES = 4  # of the moving tokens of a matmul: a PSUM bank
 UP_COLUMNS = 2 * BLOCK  # of the first weight, on chip at a time
 DOWN_COLUMNS = 5 * BANK // 2  # of the last weight
-# Which of four blocks of columns leave the bias to GpSimd rather than VectorE, which has two passes on each anyway.
-BIAS_ON_GPSIMD = (True, True, False, True)
+VECTOR_BIAS = 3  # of so many blocks of columns VectorE adds the bias of one, GpSimd of the others
 
 
 @nki.jit
@@ -39,20 +38,20 @@ def quantize_mx(x, dtype):
     for r in range(P * nl.program_id(), rows, P * nl.num_programs()):
         h = min(P, rows - r)
         blocks = tiles.quantized_tokens(x, r, h, dtype + "_x4")
+        values = nl.ndarray((h, width // 4), "float32", buffer=nl.sbuf)
+        codes = nl.ndarray((h, width // 128, 4), "uint8", buffer=nl.sbuf)
         for number in range(len(blocks)):
             packed, scales = blocks[number]
-            w, k = packed.shape[0], BLOCK * number
-            back = nl.ndarray((h, w), "float32", buffer=nl.sbuf)
-            _turn(back, packed.view("float32"))
-            nisa.dma_copy(data[r : r + h, k : k + 4 * w], back.view(dtype))
+            w, k = packed.shape[0], P * number
+            _turn(values[:, k : k + w], packed.view("float32"))
             # Four scales of each quadrant of 32 partitions; the others were never written.
             wide = nl.ndarray((w, h), "float32", buffer=nl.sbuf)
             nisa.tensor_copy(wide, scales)
             turned = nl.ndarray((h, w // 32, 32), "float32", buffer=nl.sbuf)
             _turn(turned, wide)
-            codes = nl.ndarray((h, w // 32, 4), "uint8", buffer=nl.sbuf)
-            nisa.tensor_copy(codes, turned[:, :, 0:4])
-            nisa.dma_copy(exponents[r : r + h, k // 32 : (k + 4 * w) // 32], codes)
+            nisa.tensor_copy(codes[:, k // 32 : (k + w) // 32], turned[:, :, 0:4])
+        nisa.dma_copy(data[r : r + h], values.view(dtype))
+        nisa.dma_copy(exponents[r : r + h], codes)
     return data, exponents
 
 
@@ -70,10 +69,14 @@ def fp8_output_projection(x, weight, weight_scale, bias):
     out = nl.ndarray((rows, columns), x.dtype, buffer=nl.shared_hbm)
     factors, offset = _rows(weight_scale), _rows(bias)
     units = tiles.unit_scales()
-    for first, count in tiles.steps(rows, TOKEN_TILES):
-        if count > 0:
-            packed = tiles.quantized_tokens(x, first, count, tiles.X4)
-            _project(out, packed, weight, factors, offset, units, first, count)
+    spans = _filled_steps(rows)
+    coming = []
+    for n in range(len(spans)):
+        packed = coming.pop(0) if n > 0 else _quantized(x, spans[n])
+        for start in range(0, columns, DOWN_COLUMNS):
+            if start + DOWN_COLUMNS >= columns and n + 1 < len(spans):
+                coming.append(_quantized(x, spans[n + 1]))
+            _project(out, packed, weight, factors, offset, units, spans[n], start)
     return out
 
 
@@ -96,13 +99,26 @@ def fp8_mlp(x, x_scale, up_weight, up_scale, up_bias, down_weight, down_scale, d
     out = nl.ndarray((rows, columns), dtype, buffer=nl.shared_hbm)
     factors, offset = _rows(down_scale), _rows(down_bias)
     units = tiles.unit_scales()
-    for first, count in tiles.steps(rows, TOKEN_TILES):
-        if count > 0:
-            tokens = tiles.packed_tokens(x, first, count)
-            row_scales = tiles.broadcast(x_scale, first, count, "float32")
-            inner = _up(tokens, row_scales, up_weight, up_scale, up_bias, units, count)
-            _project(out, inner, down_weight, factors, offset, units, first, count)
+    for first, count in _filled_steps(rows):
+        tokens = tiles.packed_tokens(x, first, count)
+        row_scales = tiles.broadcast(x_scale, first, count, "float32")
+        inner = _up(tokens, row_scales, up_weight, up_scale, up_bias, units, count)
+        for start in range(0, columns, DOWN_COLUMNS):
+            _project(out, inner, down_weight, factors, offset, units, (first, count), start)
     return out
+
+
+def _filled_steps(rows):
+    """This core's steps that have rows."""
+    spans = []
+    for span in tiles.steps(rows, TOKEN_TILES):
+        if span[1] > 0:
+            spans.append(span)
+    return spans
+
+
+def _quantized(x, span):
+    return tiles.quantized_tokens(x, span[0], span[1], tiles.X4)
 
 
 def _turn(dst, src):
@@ -169,39 +185,34 @@ def _hidden(tokens, stripes, column, height, first, last, units):
     return total
 
 
-def _project(out, packed, weight, factors, offset, units, first, count):
-    """packedᵀ · weight, times factors, plus offset, into rows of out."""
-    columns = out.shape[1]
-    for start in range(0, columns, DOWN_COLUMNS):
-        end = min(columns, start + DOWN_COLUMNS)
-        stripes = _stripes(weight, start, end)
-        for r in range(0, count, P):
-            h = min(P, count - r)
-            result = nl.ndarray((h, end - start), out.dtype, buffer=nl.sbuf)
-            for column in range(start, end, BANK):
-                width = min(BANK, end - column)
-                total = nl.ndarray((h, width), "float32", buffer=nl.psum)
-                for number in range(len(packed)):
-                    data, scales = packed[number]
-                    k = data.shape[0]
-                    moving = stripes[number][:, column - start : column - start + width]
-                    nisa.nc_matmul_mx(
-                        total,
-                        data[:, r : r + h],
-                        moving,
-                        scales[:, r : r + h],
-                        units[0:k, 0:width],
-                        accumulate=(number > 0),
-                    )
-                place = result[:, column - start : column - start + width]
-                _leave(place, total, factors[0:h, column : column + width], offset[0:h, column : column + width])
-            nisa.dma_copy(out[first + r : first + r + h, start:end], result)
+def _project(out, packed, weight, factors, offset, units, span, start):
+    """packedᵀ · weight, times factors, plus offset, into `DOWN_COLUMNS` columns of a span of rows of out."""
+    first, count = span
+    end = min(out.shape[1], start + DOWN_COLUMNS)
+    stripes = _stripes(weight, start, end)
+    for r in range(0, count, P):
+        h = min(P, count - r)
+        result = nl.ndarray((h, end - start), out.dtype, buffer=nl.sbuf)
+        for column in range(start, end, BANK):
+            width = min(BANK, end - column)
+            total = nl.ndarray((h, width), "float32", buffer=nl.psum)
+            for number in range(len(packed)):
+                data, scales = packed[number]
+                k = data.shape[0]
+                moving = stripes[number][:, column - start : column - start + width]
+                stationary, unit = data[:, r : r + h], units[0:k, 0:width]
+                nisa.nc_matmul_mx(total, stationary, moving, scales[:, r : r + h], unit, accumulate=(number > 0))
+            place = result[:, column - start : column - start + width]
+            engine = nisa.engine.vector if (column - start) // BANK % VECTOR_BIAS == 0 else nisa.engine.gpsimd
+            vectors = (factors[0:h, column : column + width], offset[0:h, column : column + width])
+            _leave(place, total, vectors[0], vectors[1], engine)
+        nisa.dma_copy(out[first + r : first + r + h, start:end], result)
 
 
-def _leave(dst, total, factors, offset):
-    """dst = total · factors + offset."""
+def _leave(dst, total, factors, offset, engine):
+    """dst = total · factors + offset, the sum on `engine`."""
     copied = nl.ndarray(total.shape, "bfloat16", buffer=nl.sbuf)
     scaled = nl.ndarray(total.shape, "bfloat16", buffer=nl.sbuf)
     nisa.activation(copied, nl.copy, total)
     nisa.tensor_tensor(scaled, copied, factors, nl.multiply)
-    nisa.tensor_tensor(dst, scaled, offset, nl.add, engine=nisa.engine.gpsimd)
+    nisa.tensor_tensor(dst, scaled, offset, nl.add, engine=engine)

@@ -26,6 +26,7 @@ FP8_TOKEN_TILES = 8
 SBUF_BYTES = 208 * 1024
 FP8_SBUF_BYTES = 240 * 1024
 IN_FLIGHT_BYTES = 24 * 1024
+FP8_IN_FLIGHT_BYTES = 40 * 1024
 
 
 class Segment(nl.NKIObject):
@@ -145,9 +146,10 @@ def token_tiles(width, norm_columns, columns, item, fp8):
     depth = (width + P - 1) // P * P
     out_item = 2 if fp8 else item
     stripe = (FP8_STRIPE_BYTES // 4 if fp8 else STRIPE_BYTES) * depth // P
-    budget = (FP8_SBUF_BYTES if fp8 else SBUF_BYTES) - IN_FLIGHT_BYTES - stripe - norm_columns * (2 if fp8 else 4)
-    # What is normalised waits until the next step is under way.
-    per_tile = depth * item + (columns + norm_columns) * out_item
+    whole = FP8_SBUF_BYTES - FP8_IN_FLIGHT_BYTES if fp8 else SBUF_BYTES - IN_FLIGHT_BYTES
+    budget = whole - stripe - norm_columns * (2 if fp8 else 4)
+    # What is normalised waits until the next step is under way, and of FP8 the next step's tokens come early.
+    per_tile = depth * item * (2 if fp8 else 1) + (columns + norm_columns) * out_item
     return max(0, min(FP8_TOKEN_TILES if fp8 else TOKEN_TILES, budget // per_tile))
 
 
@@ -213,10 +215,16 @@ def _run(job, epsilon, ranks, replica_groups):
             group.append(member)
         groups.append(group)
     columns = _column_groups(job)
-    waiting = []
-    for first, count in tiles.steps(job.x.shape[0], job.tiles):
-        step = _begin(job, first, count)
+    # FP8 leaves room for the next step's tokens, which are then turned while this one's are projected.
+    ahead = len(job.scales) > 0
+    spans = tiles.steps(job.x.shape[0], job.tiles)
+    waiting, coming = [], []
+    for n in range(len(spans)):
+        step = coming.pop(0) if len(coming) > 0 else _begin(job, spans[n])
+        _hold(job, step)
         for number in range(len(columns)):
+            if ahead and number == len(columns) - 1 and n + 1 < len(spans):
+                coming.append(_begin(job, spans[n + 1]))
             _project(job, step, columns[number])
             if number == 0 and len(waiting) > 0:
                 _finish(job, waiting.pop(0), epsilon, ranks)
@@ -239,8 +247,10 @@ def _run_partial(job):
     norms = len(job.gains)
     out = nl.ndarray((job.x.shape[0], norms), "float32", buffer=nl.shared_hbm)
     columns = _column_groups(job)
-    for first, count in tiles.steps(job.x.shape[0], job.tiles):
-        step = _begin(job, first, count)
+    for span in tiles.steps(job.x.shape[0], job.tiles):
+        first, count = span
+        step = _begin(job, span)
+        _hold(job, step)
         for group in columns:
             _project(job, step, group)
         totals = _sums(step.squares)
@@ -273,16 +283,12 @@ def _column_groups(job):
     return groups
 
 
-def _begin(job, first, count):
+def _begin(job, span):
     """Tokens of a step with the contraction on partitions, and what goes with them."""
+    first, count = span
     fp8 = len(job.scales) > 0
     tokens = tiles.packed_tokens(job.x, first, count) if fp8 else _transposed(job.x, first, count)
-    blocks = 1
-    for segment in job.segments:
-        blocks = max(blocks, (segment.heads + BANK // job.head_dim - 1) // (BANK // job.head_dim))
-    squares = nl.ndarray((P, job.tiles * max(1, len(job.gains)), blocks), "float32", buffer=nl.sbuf)
-    nisa.memset(squares, 0.0)
-    scales, tables, held = [], [], []
+    scales, tables = [], []
     for r in range(0, count, P):
         h = min(P, count - r)
         if fp8:
@@ -293,17 +299,27 @@ def _begin(job, first, count):
         for table in job.rotation:
             pair.append(tiles.loaded(table, first + r, h, job.wide))
         tables.append(pair)
+    return Step(first=first, count=count, tokens=tokens, scales=scales, tables=tables, held=(), squares=(), totals=())
+
+
+def _hold(job, step):
+    """Room for the results of a step, and for its sums of squares by blocks of columns."""
+    blocks = 1
+    for segment in job.segments:
+        blocks = max(blocks, (segment.heads + BANK // job.head_dim - 1) // (BANK // job.head_dim))
+    step.squares = nl.ndarray((P, job.tiles * max(1, len(job.gains)), blocks), "float32", buffer=nl.sbuf)
+    nisa.memset(step.squares, 0.0)
+    held = []
+    for r in range(0, step.count, P):
         parts = []
         for segment in job.segments:
-            parts.append(nl.ndarray((h, segment.heads, job.head_dim), job.dtype, buffer=nl.sbuf))
+            parts.append(nl.ndarray((min(P, step.count - r), segment.heads, job.head_dim), job.dtype, buffer=nl.sbuf))
         held.append(parts)
-    return Step(
-        first=first, count=count, tokens=tokens, scales=scales, tables=tables, held=held, squares=squares, totals=()
-    )
+    step.held = held
 
 
 def _transposed(x, first, count):
-    """Rows of x as a list of `[≤ 128 of H, rows]` turned."""
+    """Rows of x as a list of `[≤ 128 of H, rows]` tiles."""
     width = x.shape[1]
     columns = PIECE_BYTES // (2 if x.dtype == "bfloat16" else 4)
     turned = []
@@ -348,8 +364,9 @@ def _project(job, step, group):
         factors = tiles.broadcast(job.scales[1], first, width, "float32") if fp8 else bias
         for t in range(0, len(step.held), TOKEN_TILES):
             totals = _products(job, step, stripes, first - start, width, t)
-            for part in range(len(totals)):
-                _leave(job, step, block, t + part, totals[part], bias, factors)
+            together = TOKEN_TILES if fp8 else 1
+            for part in range(0, len(totals), together):
+                _leave(job, step, block, t + part, totals[part : part + together], bias, factors)
 
 
 def _products(job, step, stripes, offset, width, first_tile):
@@ -371,50 +388,83 @@ def _products(job, step, stripes, offset, width, first_tile):
     return totals
 
 
-def _leave(job, step, block, t, total, bias, factors):
-    """From PSUM to what is held: scales, bias, sum of squares, gain, rotation. Without a norm it is written."""
+def _leave(job, step, block, first_tile, totals, bias, factors):
+    """From PSUM to what is held: scales, bias, sum of squares, gain, rotation. Without a norm it is written.
+
+    Each stage is done for all tiles of tokens that are given before the next one, so that the engines, which take
+    turns on a tile, need not wait for each other.
+    """
     s, number, head, heads = block
-    segment, d, h = job.segments[s], job.head_dim, total.shape[0]
-    held = step.held[t][s]
-    target = held[:, head : head + heads]
-    steps_left = (1 if segment.norm >= 0 else 0) + (1 if segment.rotated else 0)
-    value = target if steps_left == 0 else nl.ndarray((h, heads, d), job.wide, buffer=nl.sbuf)
-    if len(job.scales) > 0:
-        scaled = nl.ndarray((h, heads, d), job.wide, buffer=nl.sbuf)
-        nisa.scalar_tensor_tensor(scaled, total, nl.multiply, step.scales[t], nl.multiply, factors[0:h])
-        nisa.tensor_tensor(value, scaled, bias[0:h], nl.add, engine=nisa.engine.gpsimd)
-    else:
-        nisa.tensor_tensor(value, total, bias[0:h], nl.add)
+    segment, d = job.segments[s], job.head_dim
+    targets = []
+    for part in range(len(totals)):
+        targets.append(step.held[first_tile + part][s][:, head : head + heads])
+    more = segment.norm >= 0 or segment.rotated
+    values = _like(totals, heads, d, job.wide) if more else targets
+    _biased(job, step, first_tile, values, totals, bias, factors)
     if segment.norm >= 0:
-        unused = nl.ndarray((h, heads, d), job.wide, buffer=nl.sbuf)
-        place = len(job.gains) * t + segment.norm
-        sums = step.squares[0:h, place, number : number + 1]
-        nisa.activation_reduce(unused, nl.square, value, nl.add, sums)
-        gained = nl.ndarray((h, heads, d), job.wide, buffer=nl.sbuf) if segment.rotated else target
-        gain = job.gains[segment.norm][0:h, head * d : (head + heads) * d]
-        nisa.tensor_tensor(gained, value, gain, nl.multiply)
-        value = gained
+        gained = _like(totals, heads, d, job.wide) if segment.rotated else targets
+        for part in range(len(totals)):
+            h = totals[part].shape[0]
+            unused = nl.ndarray((h, heads, d), job.wide, buffer=nl.sbuf)
+            place = len(job.gains) * (first_tile + part) + segment.norm
+            sums = step.squares[0:h, place, number : number + 1]
+            nisa.activation_reduce(unused, nl.square, values[part], nl.add, sums)
+            gain = job.gains[segment.norm][0:h, head * d : (head + heads) * d]
+            nisa.tensor_tensor(gained[part], values[part], gain, nl.multiply)
+        values = gained
     if segment.rotated:
-        _rotate(target, value, step.tables[t])
+        _rotate(targets, values, step.tables[first_tile : first_tile + len(totals)])
     if segment.norm < 0 and head + heads == segment.heads:
-        r = step.first + P * t
-        nisa.dma_copy(segment.out[r : r + h], held)
+        for part in range(len(totals)):
+            r, h = step.first + P * (first_tile + part), totals[part].shape[0]
+            nisa.dma_copy(segment.out[r : r + h], step.held[first_tile + part][s])
 
 
-def _rotate(dst, src, tables):
-    """(x₀, x₁) → (x₀ cos − x₁ sin, x₀ sin + x₁ cos) for neighbouring channels of `[tokens, heads, d]`."""
-    h, heads, d = src.shape
-    half = d // 2
-    cos = tables[0].ap([[half, h], [0, heads], [1, half], [0, 2]])
-    sin = tables[1].ap([[half, h], [0, heads], [1, half]])
-    straight = nl.ndarray(src.shape, src.dtype, buffer=nl.sbuf)
-    crossed = nl.ndarray(src.shape, src.dtype, buffer=nl.sbuf)
-    nisa.tensor_tensor(straight, src, cos, nl.multiply)
-    # GpSimd has nothing else to do.
-    nisa.tensor_tensor(crossed[:, :, 0::2], src[:, :, 1::2], sin, nl.multiply, engine=nisa.engine.gpsimd)
-    nisa.tensor_tensor(crossed[:, :, 1::2], src[:, :, 0::2], sin, nl.multiply, engine=nisa.engine.gpsimd)
-    nisa.tensor_tensor(dst[:, :, 0::2], straight[:, :, 0::2], crossed[:, :, 0::2], nl.subtract)
-    nisa.tensor_tensor(dst[:, :, 1::2], straight[:, :, 1::2], crossed[:, :, 1::2], nl.add)
+def _like(totals, heads, d, dtype):
+    result = []
+    for total in totals:
+        result.append(nl.ndarray((total.shape[0], heads, d), dtype, buffer=nl.sbuf))
+    return result
+
+
+def _biased(job, step, first_tile, values, totals, bias, factors):
+    """values = totals, times the scales of FP8, plus bias."""
+    if len(job.scales) == 0:
+        for part in range(len(totals)):
+            nisa.tensor_tensor(values[part], totals[part], bias[0 : totals[part].shape[0]], nl.add)
+        return
+    scaled = []
+    for part in range(len(totals)):
+        h = totals[part].shape[0]
+        tile = nl.ndarray(values[part].shape, job.wide, buffer=nl.sbuf)
+        scale = step.scales[first_tile + part]
+        nisa.scalar_tensor_tensor(tile, totals[part], nl.multiply, scale, nl.multiply, factors[0:h])
+        scaled.append(tile)
+    for part in range(len(totals)):
+        h = totals[part].shape[0]
+        nisa.tensor_tensor(values[part], scaled[part], bias[0:h], nl.add, engine=nisa.engine.gpsimd)
+
+
+def _rotate(targets, values, tables):
+    """(x₀, x₁) → (x₀ cos − x₁ sin, x₀ sin + x₁ cos) for neighbouring channels of tiles `[tokens, heads, d]`."""
+    straight, crossed = [], []
+    for part in range(len(values)):
+        src = values[part]
+        h, heads, d = src.shape
+        half = d // 2
+        cos = tables[part][0].ap([[half, h], [0, heads], [1, half], [0, 2]])
+        sin = tables[part][1].ap([[half, h], [0, heads], [1, half]])
+        straight.append(nl.ndarray(src.shape, src.dtype, buffer=nl.sbuf))
+        crossed.append(nl.ndarray(src.shape, src.dtype, buffer=nl.sbuf))
+        nisa.tensor_tensor(straight[part], src, cos, nl.multiply)
+        # GpSimd has little else to do.
+        nisa.tensor_tensor(crossed[part][:, :, 0::2], src[:, :, 1::2], sin, nl.multiply, engine=nisa.engine.gpsimd)
+        nisa.tensor_tensor(crossed[part][:, :, 1::2], src[:, :, 0::2], sin, nl.multiply, engine=nisa.engine.gpsimd)
+    for part in range(len(values)):
+        dst, a, b = targets[part], straight[part], crossed[part]
+        nisa.tensor_tensor(dst[:, :, 0::2], a[:, :, 0::2], b[:, :, 0::2], nl.subtract)
+        nisa.tensor_tensor(dst[:, :, 1::2], a[:, :, 1::2], b[:, :, 1::2], nl.add)
 
 
 def _sums(squares):
