@@ -4,6 +4,7 @@
 from omni_neuron_kernels.__about__ import __version__
 from omni_neuron_kernels.dispatch import ENTRY_POINT_GROUP, Choice, Implementation, explain
 from omni_neuron_kernels.ops import adaln_modulate, flash_attention, gated_mlp, mlp, output_projection, rms_norm
+from omni_neuron_kernels.ops_convolution import causal_conv3d
 from omni_neuron_kernels.softmax_regimes import bounded_heads
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "__version__",
     "adaln_modulate",
     "bounded_heads",
+    "causal_conv3d",
     "explain",
     "flash_attention",
     "gated_mlp",

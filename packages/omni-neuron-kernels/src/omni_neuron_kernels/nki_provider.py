@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from omni_neuron_kernels import nki_convolution
 from omni_neuron_kernels.dispatch import Implementation
 from omni_neuron_kernels.nki_launch import CORES, SBUF_BYTES, dtype_limit, kernels_of
 from omni_neuron_kernels.softmax_regimes import bounded_heads
@@ -179,6 +180,7 @@ def _not_in_simulator(given: list[torch.Tensor]) -> str | None:
 
 _OPS: dict[str, tuple[Callable[..., Any], Refusal]] = {
     "adaln_modulate": (_adaln_modulate, _adaln_limits),
+    "causal_conv3d": (nki_convolution.causal_conv3d, nki_convolution.causal_conv3d_limits),
     "flash_attention": (_flash_attention, _flash_attention_limits),
     "gated_mlp": (_gated_mlp, _gated_mlp_limits),
     "mlp": (_mlp, _mlp_limits),

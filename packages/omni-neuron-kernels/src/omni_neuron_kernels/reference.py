@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from omni_neuron_kernels import reference_convolution
 from omni_neuron_kernels.dispatch import Implementation
 
 
@@ -81,5 +82,13 @@ def _never(*tensors: Any, **options: Any) -> None:
 
 REFERENCE = {
     function.__name__: Implementation(function, _never, priority=0)
-    for function in (rms_norm, adaln_modulate, flash_attention, mlp, gated_mlp, output_projection)
+    for function in (
+        rms_norm,
+        adaln_modulate,
+        flash_attention,
+        mlp,
+        gated_mlp,
+        output_projection,
+        reference_convolution.causal_conv3d,
+    )
 }
