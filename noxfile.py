@@ -29,6 +29,8 @@ ROOT = Path(__file__).parent
 PACKAGES = (
     "omni-neuron-nkisim",
     "omni-neuron-runtime",
+    "omni-neuron-testkit",
+    "omni-neuron-shapes",
     "omni-neuron-kernels",
     "omni-neuron-parallel",
     "vllm-omni-neuron",
@@ -124,7 +126,7 @@ def test(session: nox.Session) -> None:
         _lint(development)
         _typing(development)
     paths = [f"packages/{package}/tests" for package in PACKAGES]
-    arguments = session.posargs or ["--durations=15", *paths, "tests"]
+    arguments = session.posargs or ["--durations=15", *paths, "tools/shapes/tests", "tests"]
     development.run("pytest", *arguments, env=_test_environment())
 
 

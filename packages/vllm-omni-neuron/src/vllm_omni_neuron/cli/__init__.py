@@ -11,6 +11,7 @@ import typer
 from .convert import convert_stage_config
 from .doctor import doctor
 from .generate import generate
+from .judge import judge
 from .models import models
 from .plan import plan
 from .version import version
@@ -24,6 +25,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(generate)
+app.command()(judge)
 app.command()(doctor)
 app.command()(models)
 app.command()(plan)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model card of a trained shapes checkpoint, from the work folder and the reports of evaluate.py: nothing by hand.
+
+    python tools/shapes/card.py WORK FOLDER result.json [broken.json …]
+
+FOLDER holds the checkpoint; `README.md` is written into it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from omni_neuron_testkit import CAPTIONS, COLOURS, DIRECTIONS, MEASURES, SHAPES, subject_of
+from shapes_training.budget import BOUNDARY_RATIO, FLOW_SHIFT
+
+
+def main() -> None:
+    """Parse and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("reports", type=Path, nargs="+", help="JSON of evaluate.py")
+    arguments = parser.parse_args()
+    reports = [json.loads(path.read_text()) for path in arguments.reports]
+    (arguments.folder / "README.md").write_text(model_card(arguments.work, arguments.folder, reports))
+
+
+def model_card(work: Path, folder: Path, reports: list[dict[str, Any]]) -> str:
+    """The card's Markdown.
+
+    Args:
+        work: the work folder: budget and logs.
+        folder: the checkpoint.
+        reports: of evaluate.py; the first without a fault gives the misses.
+    """
+    budget = json.loads((work / "budget.json").read_text())
+    size = sum(path.stat().st_size for path in folder.rglob("*.safetensors")) / 1e6
+    sound = next(report for report in reports if report["settings"]["broken"] == "None")
+    lines = [
+        "---",
+        "license: apache-2.0",
+        "library_name: diffusers",
+        "pipeline_tag: text-to-video",
+        "---",
+        "",
+        "# Shapes: a tiny Wan2.2 that does what the prompt says",
+        "",
+        f"One solid shape ({', '.join(SHAPES)}) of one colour ({', '.join(COLOURS)}) moves {', '.join(DIRECTIONS)} on "
+        f"a dark ground. Trained from scratch on CPU cores by `tools/shapes/train.py`, {size:.1f} MB of bfloat16. It "
+        "is a test object: it knows nothing else, and it has nothing of Wan2.2 but the layout.",
+        "",
+        f"- {budget['frames']} frames of {budget['width']}×{budget['height']} pixels, the only size it was trained on",
+        f"- two experts of {budget['layers']} layers, {budget['heads']} heads of {budget['head_dim']}; boundary "
+        f"{BOUNDARY_RATIO}, flow shift {FLOW_SHIFT:g}; each trained only on its own side of the boundary",
+        f"- captions: {'; '.join(f'“{caption}”' for caption in CAPTIONS)}, also as sentences; negative prompt empty",
+        f"- seen in training: every one of the 72 subjects, {budget['copies']} clips each. The figures say how well a "
+        "prompt is followed, not how it generalises to unseen combinations",
+        "",
+        "## Figures",
+        "",
+        "diffusers' `WanPipeline` in float32 from the weights of this folder; captions of every template; seeds not "
+        "used while tuning; judged by omni-neuron-testkit. *strict*: all three and a clean outline (overlap > 0.8), "
+        "a straight path, the shape in every frame. Intervals: Wilson, 95 %.",
+        "",
+        *_figures(reports),
+        "",
+        "Misses of the sound run:",
+        "",
+        *_misses(sound),
+        "",
+        "## Training",
+        "",
+        "| stage | steps | seconds of steps | last loss (mean of 50) |",
+        "|---|---|---|---|",
+        *_training(work),
+        "",
+        "Seconds are wall-clock time of one thread at low priority on a machine that did other work meanwhile; they "
+        "bound the cost from above.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(reports: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"| run | videos | {' | '.join(MEASURES)} | s a video |",
+        f"|---|---|{'---|' * len(MEASURES)}---|",
+    ]
+    for report in reports:
+        settings = report["settings"]
+        fault = "" if settings["broken"] == "None" else f", **broken: {settings['broken']}**"
+        cells = [_cell(report["measures"][measure], report["videos"]) for measure in MEASURES]
+        lines.append(
+            f"| {settings['steps']} steps, guidance {settings['guidance']}, seeds from {settings['first_seed']}{fault} "
+            f"| {report['videos']} | {' | '.join(cells)} | {report['seconds_a_video']} |"
+        )
+    return lines
+
+
+def _cell(measure: dict[str, Any], videos: int) -> str:
+    low, high = measure["interval_95"]
+    return f"{measure['right']}/{videos} = {measure['share']:.1%} ({low:.1%} to {high:.1%})"
+
+
+def _misses(report: dict[str, Any]) -> list[str]:
+    lines = []
+    for result in report["results"]:
+        asked, verdict = subject_of(result["prompt"]), result["verdict"]
+        if any(verdict[name] != getattr(asked, name) for name in ("colour", "shape", "direction")):
+            overlap = f"overlap {verdict['overlap']:.2f}"
+            lines.append(f"- seed {result['seed']}: “{result['prompt']}” → {result['seen']} ({overlap})")
+    return lines or ["- none"]
+
+
+def _training(work: Path) -> list[str]:
+    lines = []
+    for log in sorted((work / "logs").glob("*.csv")):
+        with log.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        losses = [float(row["loss"]) for row in rows[-50:]]
+        seconds = sum(float(row["seconds"]) for row in rows)
+        lines.append(f"| {log.stem} | {len(rows)} | {seconds:.0f} | {sum(losses) / len(losses):.4f} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

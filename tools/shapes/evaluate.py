@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy of a shapes checkpoint over the grid of all 72 subjects, with diffusers' own `WanPipeline`.
+
+    python tools/shapes/evaluate.py FOLDER --json result.json
+
+`--broken` breaks one thing on purpose: it shows by how much the judge would notice a faulty engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanPipeline
+
+from omni_neuron_testkit import Accuracy, judge, prompt_grid
+
+FRAMES, HEIGHT, WIDTH = 17, 64, 64
+
+
+def experts_swapped(pipeline: WanPipeline) -> None:
+    """High-noise expert for low noise and the other way round."""
+    pipeline.transformer, pipeline.transformer_2 = pipeline.transformer_2, pipeline.transformer
+
+
+def high_expert_only(pipeline: WanPipeline) -> None:
+    """The boundary ignored: the high-noise expert for every step."""
+    pipeline.transformer_2 = pipeline.transformer
+
+
+def low_expert_only(pipeline: WanPipeline) -> None:
+    """The boundary ignored: the low-noise expert for every step."""
+    pipeline.transformer = pipeline.transformer_2
+
+
+def latents_std_ignored(pipeline: WanPipeline) -> None:
+    """Latents decoded without their spread."""
+    pipeline.vae.register_to_config(latents_std=[1.0] * pipeline.vae.config.z_dim)
+
+
+FAULTS: dict[str, Callable[[WanPipeline], None]] = {
+    function.__name__.replace("_", "-"): function
+    for function in (experts_swapped, high_expert_only, low_expert_only, latents_std_ignored)
+}
+PROMPTS_SWAPPED = "prompts-swapped"  # prompt and negative prompt exchanged
+
+
+def load_pipeline(folder: Path, fault: str | None) -> WanPipeline:
+    """The checkpoint in float32, with one fault."""
+    pipeline = WanPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    if fault in FAULTS:
+        FAULTS[fault](pipeline)
+    return pipeline
+
+
+def main() -> None:
+    """Parse, generate, judge, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a checkpoint, or a work folder's --write")
+    parser.add_argument("--seeds", type=int, default=2, help="videos of each subject")
+    parser.add_argument("--first-seed", type=int, default=1000)
+    parser.add_argument("--every", type=int, default=1, help="take only every n-th video of the grid")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--guidance", type=float, default=4.0)
+    parser.add_argument("--broken", choices=[*FAULTS, PROMPTS_SWAPPED])
+    parser.add_argument("--json", type=Path, help="every verdict, for the model card")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(arguments.threads)
+    pipeline = load_pipeline(arguments.folder, arguments.broken)
+    accuracy, started = Accuracy(), time.monotonic()
+    grid = prompt_grid(seeds=arguments.seeds, first_seed=arguments.first_seed)
+    for prompt in itertools.islice(grid, 0, None, arguments.every):
+        texts = (prompt.caption, "") if arguments.broken != PROMPTS_SWAPPED else ("", prompt.caption)
+        video: Any = pipeline(
+            prompt=texts[0],
+            negative_prompt=texts[1],
+            height=HEIGHT,
+            width=WIDTH,
+            num_frames=FRAMES,
+            num_inference_steps=arguments.steps,
+            guidance_scale=arguments.guidance,
+            generator=torch.Generator().manual_seed(prompt.seed),
+        ).frames[0]
+        accuracy.add(prompt, judge(video))
+        if len(accuracy.results) % 12 == 0:
+            print(f"{len(accuracy.results)} videos, all three right: {accuracy.share('all'):.0%}", file=sys.stderr)
+    seconds = time.monotonic() - started
+
+    print(accuracy.table())
+    for prompt, verdict in accuracy.misses():
+        print(f"- seed {prompt.seed}: asked for {prompt.caption!r}, seen: {verdict} (overlap {verdict.overlap:.2f})")
+    print(f"{seconds / len(accuracy.results):.2f} s a video")
+    if arguments.json:
+        settings = {name: str(value) for name, value in vars(arguments).items() if name not in ("json", "folder")}
+        report = {"settings": settings, "seconds_a_video": round(seconds / len(accuracy.results), 3)}
+        arguments.json.write_text(json.dumps({**report, **accuracy.as_json()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
