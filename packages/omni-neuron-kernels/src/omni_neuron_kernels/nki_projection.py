@@ -89,11 +89,13 @@ def finished(results: tuple[torch.Tensor, ...], options: dict[str, Any]) -> list
     return done
 
 
-def as_heads(results: Any, batch: int, length: int, options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def as_heads(
+    results: Any, batch: int, length: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Results `[B · S, N D]` as `[B, S, N, D]`, those of no heads put back."""
     left = iter(results)
     shaped = []
     for count in (options["heads"][0], options["heads"][1], options["heads"][1]):
         flat = next(left) if count else results[0][:, :0]
         shaped.append(flat.reshape(batch, length, count, options["head_dim"]))
-    return tuple(shaped)
+    return shaped[0], shaped[1], shaped[2]

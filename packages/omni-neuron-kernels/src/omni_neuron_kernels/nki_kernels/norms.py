@@ -37,15 +37,8 @@ def rms_norm(x, weight, epsilon):
 @nki.jit
 def adaln_modulate(hidden, scale, shift, epsilon):
     """LayerNorm(hidden) · (1 + scale) + shift: `[B, S, F]`, float32 `[B, F]` twice; result in hidden's dtype."""
-    batch, rows, width = hidden.shape
     out = nl.ndarray(hidden.shape, hidden.dtype, buffer=nl.shared_hbm)
-    for b in range(batch):
-        factor, offset = _modulation(scale, shift, b, width)
-        for r in range(P * nl.program_id(), rows, P * nl.num_programs()):
-            h = min(P, rows - r)
-            data = nl.ndarray((h, width), hidden.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(data, hidden[b, r : r + h])
-            nisa.dma_copy(out[b, r : r + h], _modulated(data, factor, offset, epsilon, hidden.dtype))
+    _modulate(hidden, (), scale, shift, epsilon, out, hidden, ())
     return out
 
 
@@ -55,23 +48,9 @@ def gated_adaln_modulate(hidden, branch, gate, scale, shift, epsilon):
 
     `[B, S, F]` twice, float32 `[B, F]` three times. One pass over HBM: the sum is normalised where it lies.
     """
-    batch, rows, width = hidden.shape
     out = nl.ndarray(hidden.shape, hidden.dtype, buffer=nl.shared_hbm)
     updated = nl.ndarray(hidden.shape, hidden.dtype, buffer=nl.shared_hbm)
-    for b in range(batch):
-        factor, offset = _modulation(scale, shift, b, width)
-        gates = _broadcast(gate, b * width, width)
-        for r in range(P * nl.program_id(), rows, P * nl.num_programs()):
-            h = min(P, rows - r)
-            data = nl.ndarray((h, width), hidden.dtype, buffer=nl.sbuf)
-            added = nl.ndarray((h, width), branch.dtype, buffer=nl.sbuf)
-            product = nl.ndarray((h, width), "float32", buffer=nl.sbuf)
-            nisa.dma_copy(data, hidden[b, r : r + h])
-            nisa.dma_copy(added, branch[b, r : r + h])
-            nisa.tensor_tensor(product, added, gates[0:h], nl.multiply)
-            nisa.tensor_tensor(data, data, product, nl.add)
-            nisa.dma_copy(updated[b, r : r + h], data)
-            nisa.dma_copy(out[b, r : r + h], _modulated(data, factor, offset, epsilon, hidden.dtype))
+    _modulate(hidden, (branch, gate), scale, shift, epsilon, out, updated, ())
     return out, updated
 
 
@@ -109,28 +88,14 @@ def quantized_adaln_modulate(hidden, gated, scale, shift, epsilon, largest, dtyp
     Returns:
         `[B, S, F]` of dtype, its scales float32 `[B, S, 1]`, and if gated the updated stream.
     """
-    batch, rows, width = hidden.shape
     out = nl.ndarray(hidden.shape, dtype, buffer=nl.shared_hbm)
-    scales = nl.ndarray((batch, rows, 1), "float32", buffer=nl.shared_hbm)
-    updated = nl.ndarray(hidden.shape, hidden.dtype, buffer=nl.shared_hbm) if len(gated) > 0 else hidden
-    for b in range(batch):
-        factor, offset = _modulation(scale, shift, b, width)
-        gates = _broadcast(gated[1], b * width, width) if len(gated) > 0 else factor
-        for r in range(P * nl.program_id(), rows, P * nl.num_programs()):
-            h = min(P, rows - r)
-            data = nl.ndarray((h, width), hidden.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(data, hidden[b, r : r + h])
-            if len(gated) > 0:
-                added = nl.ndarray((h, width), hidden.dtype, buffer=nl.sbuf)
-                product = nl.ndarray((h, width), "float32", buffer=nl.sbuf)
-                nisa.dma_copy(added, gated[0][b, r : r + h])
-                nisa.tensor_tensor(product, added, gates[0:h], nl.multiply)
-                nisa.tensor_tensor(data, data, product, nl.add)
-                nisa.dma_copy(updated[b, r : r + h], data)
-            result, row_scale = _row_quantized(_modulated(data, factor, offset, epsilon, "float32"), largest, dtype)
-            nisa.dma_copy(out[b, r : r + h], result)
-            nisa.dma_copy(scales[b, r : r + h], row_scale)
-    return (out, scales, updated) if len(gated) > 0 else (out, scales)
+    scales = nl.ndarray((hidden.shape[0], hidden.shape[1], 1), "float32", buffer=nl.shared_hbm)
+    if len(gated) == 0:
+        _modulate(hidden, gated, scale, shift, epsilon, out, hidden, (scales, largest, dtype))
+        return out, scales
+    updated = nl.ndarray(hidden.shape, hidden.dtype, buffer=nl.shared_hbm)
+    _modulate(hidden, gated, scale, shift, epsilon, out, updated, (scales, largest, dtype))
+    return out, scales, updated
 
 
 def _row_quantized(data, largest, dtype):
@@ -155,15 +120,72 @@ def _broadcast(tensor, offset, width):
     return tile
 
 
-def _modulation(scale, shift, b, width):
-    factor = _broadcast(scale, b * width, width)
-    nisa.tensor_scalar(factor, factor, nl.add, 1.0)
-    return factor, _broadcast(shift, b * width, width)
+def _modulate(hidden, gated, scale, shift, epsilon, out, updated, quantised):
+    """Rows through (gate,) norm, modulation (and quantisation).
+
+    VectorE and GpSimd take turns on a tile of rows, each with about as much to do. So that neither waits for the other,
+    the parts of one turn belong to neighbouring tiles.
+    """
+    batch, rows, width = hidden.shape
+    spans = []
+    for r in range(P * nl.program_id(), rows, P * nl.num_programs()):
+        spans.append((r, min(P, rows - r)))
+    count = len(spans)
+    waiting = 1 if len(quantised) > 0 else 0
+    for b in range(batch):
+        vectors = [_broadcast(scale, b * width, width), _broadcast(shift, b * width, width)]
+        nisa.tensor_scalar(vectors[0], vectors[0], nl.add, 1.0)
+        if len(gated) > 0:
+            vectors.append(_broadcast(gated[1], b * width, width))
+        loaded, summed, modulated = [], [], []
+        for n in range(-2, count + 1):
+            if n + 2 < count:
+                loaded.append(_loaded(hidden, gated, vectors, b, spans[n + 2]))
+            if n >= 0 and n < count:
+                _normalise(summed[0], epsilon)
+            if n + 1 >= 0 and n + 1 < count:
+                summed.append(loaded.pop(0))
+                _add(summed[-1], updated, b, len(gated) > 0)
+            if n >= 0 and n < count:
+                modulated.append(summed.pop(0))
+                nisa.tensor_tensor(
+                    modulated[-1]["work"], modulated[-1]["work"], _top(vectors[0], modulated[-1]), nl.multiply
+                )
+                _shift(modulated[-1], vectors[1], "float32" if len(quantised) > 0 else out.dtype)
+            if len(modulated) > waiting or (n == count and len(modulated) > 0):
+                _write(modulated.pop(0), out, b, quantised)
 
 
-def _modulated(data, factor, offset, epsilon, dtype):
-    """Layer norm of each row from `bn_stats` in pieces, times factor, plus offset."""
-    h, width = data.shape
+def _top(vector, tile):
+    return vector[0 : tile["height"]]
+
+
+def _loaded(hidden, gated, vectors, b, span):
+    """A tile of rows, and gate · branch of it as "work"."""
+    r, h = span
+    width = hidden.shape[2]
+    data = nl.ndarray((h, width), hidden.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(data, hidden[b, r : r + h])
+    # What is float32 already serves as the place for what is computed from it.
+    work = data
+    if len(gated) > 0:
+        work = nl.ndarray((h, width), hidden.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(work, gated[0][b, r : r + h])
+    added = work
+    if hidden.dtype != "float32":
+        work = nl.ndarray((h, width), "float32", buffer=nl.sbuf)
+    if len(gated) > 0:
+        nisa.tensor_tensor(work, added, vectors[2][0:h], nl.multiply, engine=nisa.engine.gpsimd)
+    return {"row": r, "height": h, "data": data, "work": work, "statistics": ()}
+
+
+def _add(tile, updated, b, gated):
+    """Add gate · branch to the tile, write the sum, and take mean and variance of its rows."""
+    r, h, data = tile["row"], tile["height"], tile["data"]
+    width = data.shape[1]
+    if gated:
+        nisa.tensor_tensor(data, data, tile["work"], nl.add)
+        nisa.dma_copy(updated[b, r : r + h], data)
     pieces = (width + BN_STATS_COLUMNS - 1) // BN_STATS_COLUMNS
     stats = nl.ndarray((h, 6 * pieces), "float32", buffer=nl.sbuf)
     both = nl.ndarray((h, 2), "float32", buffer=nl.sbuf)
@@ -171,12 +193,39 @@ def _modulated(data, factor, offset, epsilon, dtype):
         first = BN_STATS_COLUMNS * piece
         nisa.bn_stats(stats[:, 6 * piece : 6 * piece + 6], data[:, first : min(width, first + BN_STATS_COLUMNS)])
     nisa.bn_aggr(both, stats)
-    mean, deviation = both[:, 0:1], nl.ndarray((h, 1), "float32", buffer=nl.sbuf)
-    nisa.tensor_scalar(deviation, both[:, 1:2], nl.add, epsilon)
+    tile["statistics"] = both
+
+
+def _normalise(tile, epsilon):
+    mean, variance = tile["statistics"][:, 0:1], tile["statistics"][:, 1:2]
+    deviation = nl.ndarray((tile["height"], 1), "float32", buffer=nl.sbuf)
+    nisa.tensor_scalar(deviation, variance, nl.add, epsilon, engine=nisa.engine.gpsimd)
     nisa.activation(deviation, nl.rsqrt, deviation)
-    normal = nl.ndarray((h, width), "float32", buffer=nl.sbuf)
-    nisa.tensor_scalar(normal, data, nl.subtract, mean, op1=nl.multiply, operand1=deviation)
-    nisa.tensor_tensor(normal, normal, factor[0:h], nl.multiply)
-    result = nl.ndarray((h, width), dtype, buffer=nl.sbuf)
-    nisa.tensor_tensor(result, normal, offset[0:h], nl.add)
-    return result
+    nisa.tensor_scalar(
+        tile["work"],
+        tile["data"],
+        nl.subtract,
+        mean,
+        op1=nl.multiply,
+        operand1=deviation,
+        engine=nisa.engine.gpsimd,
+    )
+
+
+def _shift(tile, shift, dtype):
+    result = tile["work"]
+    if dtype != "float32":
+        result = nl.ndarray(result.shape, dtype, buffer=nl.sbuf)
+    nisa.tensor_tensor(result, tile["work"], _top(shift, tile), nl.add, engine=nisa.engine.gpsimd)
+    tile["work"] = result
+    tile["data"] = ()
+
+
+def _write(tile, out, b, quantised):
+    r, h = tile["row"], tile["height"]
+    if len(quantised) == 0:
+        nisa.dma_copy(out[b, r : r + h], tile["work"])
+        return
+    result, scale = _row_quantized(tile["work"], quantised[1], quantised[2])
+    nisa.dma_copy(out[b, r : r + h], result)
+    nisa.dma_copy(quantised[0][b, r : r + h], scale)
