@@ -36,6 +36,8 @@ PACKAGES = (
     "vllm-omni-neuron",
     "omni-neuron-wan22",
 )
+# Optional parts that development installs too.
+DEV_EXTRAS = {"omni-neuron-runtime": "[stablehlo]"}
 DEV_ENVIRONMENT = ROOT / ".nox" / "dev"
 DEV_REQUIREMENTS = ROOT / "requirements-dev.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -79,7 +81,8 @@ class Dev:
             session.run(
                 "uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(DEV_ENVIRONMENT), external=True
             )
-        editable = [part for package in PACKAGES for part in ("--editable", str(_package_dir(package)))]
+        paths = [f"{_package_dir(package)}{DEV_EXTRAS.get(package, '')}" for package in PACKAGES]
+        editable = [part for path in paths for part in ("--editable", path)]
         command = ["uv", "pip", "install", "--constraint", str(CONSTRAINTS), "--requirement", str(DEV_REQUIREMENTS)]
         session.run(*command, *editable, external=True, env={"VIRTUAL_ENV": str(DEV_ENVIRONMENT)})
         stamp.write_text(_dev_inputs())
@@ -277,7 +280,7 @@ def docs(session: nox.Session) -> None:
 @nox.session(default=False)
 def lock(session: nox.Session) -> None:
     """Compile constraints.txt anew: names and versions only, no index addresses."""
-    editable = [f"-e ./packages/{package}" for package in PACKAGES]
+    editable = [f"-e ./packages/{package}{DEV_EXTRAS.get(package, '')}" for package in PACKAGES]
     source = Path(session.create_tmp()) / "all.in"
     source.write_text("\n".join([*editable, DEV_REQUIREMENTS.read_text()]))
     session.chdir(ROOT)

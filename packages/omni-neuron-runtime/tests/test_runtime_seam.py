@@ -15,6 +15,7 @@ import pytest
 from omni_neuron_runtime import (
     EnvironmentVariableError,
     NeuronPackageError,
+    autoload_problem,
     device_count,
     devices,
     env,
@@ -23,6 +24,7 @@ from omni_neuron_runtime import (
     hbm_bytes_per_core,
     initialize_device_runtime,
     neuron_packages,
+    partition_of,
     platform_target,
     register_process_group_replica_groups,
 )
@@ -152,10 +154,54 @@ def test_lites_memory_table_comes_before_ours(lite):
     assert hbm_bytes_per_core("trn3") == 36 * 2**30
 
 
-def test_vllm_neuron_is_asked_first(lite, vllm_neuron, calls):
-    assert get_compile_backend() == "neuron_libtorch"
+def test_vllm_neuron_beside_lite(lite, vllm_neuron, calls):
     assert get_dist_backend() == "cpu:gloo,neuron:neuron"
     assert calls == []
+    assert get_compile_backend() == "neuron_native_lite"
+    assert calls == ["register"]
+
+
+def test_vllm_neuron_alone(vllm_neuron):
+    assert get_compile_backend() == "neuron_libtorch"
+
+
+def test_the_backends_of_a_device_by_name(lite, vllm_neuron, monkeypatch, caplog):
+    for name in ("neuron_native", "neuron"):
+        monkeypatch.setenv("VLLM_NEURON_BACKEND", name)
+        assert get_compile_backend() == "neuron_native_lite"
+    assert not caplog.records
+    monkeypatch.setenv("VLLM_NEURON_BACKEND", "vllm_neuron")
+    assert get_compile_backend() == "neuron_libtorch"
+    assert "deprecated XLA route" in caplog.text and "--optimization-level" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["neuron_native", "neuron", "vllm_neuron"])
+def test_a_backend_that_is_not_installed(name, monkeypatch):
+    monkeypatch.setenv("VLLM_NEURON_BACKEND", name)
+    package = "vllm_neuron" if name == "vllm_neuron" else "libtorch_neuronx_lite"
+    with pytest.raises(NeuronPackageError, match=f"{package} is not installed"):
+        get_compile_backend()
+
+
+@pytest.mark.parametrize("name", ["neuron_stablehlo", "neuron_check"])
+def test_our_backends_run_in_cpu_mode_only(name, lite, monkeypatch):
+    monkeypatch.setenv("VLLM_NEURON_BACKEND", name)
+    with pytest.raises(NeuronPackageError, match=rf"VLLM_NEURON_BACKEND={name} computes on the CPU"):
+        get_compile_backend()
+    monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "1")
+    assert get_compile_backend() == name
+    monkeypatch.setenv("VLLM_NEURON_BACKEND", "neuron_native")
+    assert get_compile_backend() is None
+
+
+def test_torch_neuronx_beside_lite(lite, monkeypatch):
+    assert autoload_problem() is None
+    _install(monkeypatch, "torch_neuronx")
+    with pytest.raises(NeuronPackageError, match="TORCH_DEVICE_BACKEND_AUTOLOAD=0") as error:
+        initialize_device_runtime(0, 1)
+    assert str(error.value) == autoload_problem()
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert autoload_problem() is None
 
 
 def test_the_runtime_is_bound_to_one_core(lite, vllm_neuron, calls, monkeypatch):
@@ -171,8 +217,9 @@ def test_replica_groups_are_registered_as_a_full_partition(lite, monkeypatch):
     register_process_group_replica_groups("cp", ((0, 2), (3, 1)))
     assert lite == {"cp": [[0, 2], [3, 1]]}
     monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "1")
-    register_process_group_replica_groups("tp", [[0, 1]])
+    register_process_group_replica_groups("tp", [[0]])
     assert "tp" not in lite
+    assert partition_of("tp") == ((0,),)
 
 
 @pytest.mark.parametrize("groups", [[], [[]], [[0, 1], [1, 2]], [[0, 1], [3]], [[1, 2]]])

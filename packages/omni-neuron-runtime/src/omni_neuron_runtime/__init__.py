@@ -6,6 +6,12 @@ The only package of the family that touches Neuron's own ones, in one module, an
 
 from omni_neuron_runtime import env
 from omni_neuron_runtime.__about__ import __version__
+from omni_neuron_runtime.compile.artifacts import Artifact, ArtifactCache
+from omni_neuron_runtime.compile.counters import COUNTERS, CompileCounters
+from omni_neuron_runtime.compile.errors import CompileError, compile_errors
+from omni_neuron_runtime.compile.options import compile_options, component_compiler_args
+from omni_neuron_runtime.compile.replica_groups import partition_of
+from omni_neuron_runtime.compile.selection import OWN_BACKENDS, get_compile_backend
 from omni_neuron_runtime.devices import (
     CPU_MODE_DEVICE_COUNT,
     device_count,
@@ -27,7 +33,7 @@ from omni_neuron_runtime.providers import (
 )
 from omni_neuron_runtime.seam import (
     NeuronPackageError,
-    get_compile_backend,
+    autoload_problem,
     get_dist_backend,
     initialize_device_runtime,
     neuron_packages,
@@ -48,8 +54,14 @@ from omni_neuron_runtime.weights import (
 )
 
 __all__ = [
+    "COUNTERS",
     "CPU_MODE_DEVICE_COUNT",
+    "OWN_BACKENDS",
+    "Artifact",
+    "ArtifactCache",
     "CheckpointError",
+    "CompileCounters",
+    "CompileError",
     "EnvVar",
     "EnvironmentVariableError",
     "LoadResult",
@@ -62,6 +74,10 @@ __all__ = [
     "SafetensorsWeightLoader",
     "TensorSlice",
     "__version__",
+    "autoload_problem",
+    "compile_errors",
+    "compile_options",
+    "component_compiler_args",
     "device_count",
     "discover_providers",
     "distribution_precedence",
@@ -77,6 +93,7 @@ __all__ = [
     "is_cpu_mode",
     "neuron_packages",
     "parse_core_ranges",
+    "partition_of",
     "platform_target",
     "register_process_group_replica_groups",
     "scaled_bias_loader",

@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import Any
 
 from omni_neuron_runtime import env
+from omni_neuron_runtime.compile.replica_groups import check_covers, register_partition
 
 _DISTRIBUTIONS = {"vllm_neuron": "vllm-neuron", "libtorch_neuronx_lite": "libtorch-neuronx-lite", "nki": "nki"}
 
@@ -36,21 +37,38 @@ def neuron_packages() -> dict[str, str | None]:
     return {module: _version(module) for module in _DISTRIBUTIONS}
 
 
-def get_compile_backend() -> str | None:
-    """Name of the `torch.compile` backend; None in CPU mode, where nothing is compiled.
-
-    Asks `vllm_neuron.envs.get_compile_backend_name()`; without vllm_neuron, Lite registers its native backend.
+def register_lite_backend() -> str:
+    """Let Lite register its native `torch.compile` backend (idempotent); the backend's name.
 
     Raises:
-        EnvironmentVariableError: VLLM_NEURON_BACKEND holds an unknown value.
-        NeuronPackageError: neither package can be used.
+        NeuronPackageError: Lite is not installed or does not import.
     """
-    env.get("VLLM_NEURON_BACKEND")  # The packages read it themselves; an unknown value must not pass in silence.
-    if env.get("VLLM_NEURON_CPU_MODE"):
-        return None
-    if _installed("vllm_neuron"):
-        return str(_attribute("vllm_neuron.envs", "get_compile_backend_name")())
     return str(_attribute("libtorch_neuronx_lite.compile.native_backend", "register")())
+
+
+def vllm_neuron_backend() -> str:
+    """The backend that `vllm_neuron.envs.get_compile_backend_name()` names.
+
+    Raises:
+        NeuronPackageError: vllm_neuron is not installed or does not import.
+    """
+    return str(_attribute("vllm_neuron.envs", "get_compile_backend_name")())
+
+
+def autoload_problem() -> str | None:
+    """What is wrong with torch's autoloading of device backends, and the fix; None where nothing is.
+
+    torch-neuronx and Lite both claim PrivateUse1. With both installed, torch's autoloading takes the first, and Lite
+    then fails with a message about backend fallbacks for PrivateUse1 that names neither.
+    """
+    both = _installed("libtorch_neuronx_lite") and _installed("torch_neuronx")
+    if not both or env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        return None
+    return (
+        "torch-neuronx is installed beside libtorch-neuronx-lite and TORCH_DEVICE_BACKEND_AUTOLOAD is not 0: `import "
+        "torch` loads torch-neuronx, which takes the device type (PrivateUse1) that libtorch-neuronx-lite needs. Set "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment before the process starts, or uninstall torch-neuronx"
+    )
 
 
 def get_dist_backend() -> str:
@@ -104,11 +122,15 @@ def initialize_device_runtime(core: int, device_count: int) -> None:
         device_count: cores of this engine.
 
     Raises:
-        NeuronPackageError: Lite is not installed or does not import.
+        NeuronPackageError: Lite is not installed or does not import, or torch-neuronx has its place
+            (`autoload_problem`).
     """
     if env.get("VLLM_NEURON_CPU_MODE"):
         raise NeuronPackageError("VLLM_NEURON_CPU_MODE=1: there is no device runtime to initialise in CPU mode")
     _require("libtorch_neuronx_lite")
+    problem = autoload_problem()
+    if problem is not None:
+        raise NeuronPackageError(problem)
     os.environ["NEURON_RT_VISIBLE_CORES"] = str(core)
     if _installed("vllm_neuron"):
         _attribute("vllm_neuron.vllm.platform", "NeuronPlatform").set_device_count(device_count)
@@ -116,10 +138,10 @@ def initialize_device_runtime(core: int, device_count: int) -> None:
 
 
 def register_process_group_replica_groups(group_name: str, groups: Sequence[Sequence[int]]) -> None:
-    """Tell Lite's compiler the replica groups of a process group, before the first collective over it is traced.
+    """Tell the compiler the replica groups of a process group, before the first collective over it is traced.
 
-    Without this a traced collective knows its own group only, and the compiler refuses it. In CPU mode, and where Lite
-    is not installed, nothing is traced for a device: the groups are checked and that is all.
+    Without this a traced collective knows its own group only, and the compiler refuses it. The backends of this package
+    always learn the groups; Lite does outside CPU mode, where it is installed.
 
     Args:
         group_name: `process_group.group_name`.
@@ -129,12 +151,7 @@ def register_process_group_replica_groups(group_name: str, groups: Sequence[Sequ
         ValueError: the groups do not partition the world.
         NeuronPackageError: Lite is installed but has no such registry.
     """
-    ranks = [rank for group in groups for rank in group]
-    if not ranks or sorted(ranks) != list(range(len(ranks))):
-        raise ValueError(
-            f"replica groups {[list(group) for group in groups]} of process group {group_name!r} do not hold each rank "
-            f"of the world exactly once; valid are groups that together make 0, 1, … world size − 1"
-        )
+    register_partition(group_name, check_covers(group_name, groups))
     if env.get("VLLM_NEURON_CPU_MODE") or not _installed("libtorch_neuronx_lite"):
         return
     registry = _attribute("libtorch_neuronx_lite._compiler.distributed.mesh_registry", "_MESH_REGISTRY")

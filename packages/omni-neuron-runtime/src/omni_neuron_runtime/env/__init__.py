@@ -92,17 +92,61 @@ _ROWS = (
         "VLLM_NEURON_CPU_MODE",
         "bool",
         False,
-        "Run on the CPU: the plugin is active without a Neuron device, ranks talk over gloo and nothing is compiled. "
-        "It wins over a device that is present.",
+        "Run on the CPU: the plugin is active without a Neuron device, ranks talk over gloo and nothing is compiled "
+        "unless `VLLM_NEURON_BACKEND` asks for it. It wins over a device that is present.",
     ),
     EnvVar(
         "VLLM_NEURON_BACKEND",
         "str",
         None,
-        "The compile backend on a device. `neuron_native` is the native backend of libtorch_neuronx_lite. Unset: the "
-        "one that vllm_neuron chooses where it is installed, else the native one. Without effect in CPU mode, where "
-        "nothing is compiled, but an unknown value is an error there too.",
-        choices=("neuron_native",),
+        "The compile backend. On a device: `neuron_native` (also `neuron`; what unset means) is the native backend of "
+        "libtorch_neuronx_lite, `vllm_neuron` the deprecated XLA route of vllm_neuron. In CPU mode: "
+        "`neuron_stablehlo` lowers to StableHLO and runs that, `neuron_check` checks the graphs and runs them in "
+        "torch; unset, or a device's backend, compiles nothing. See docs/compilation.md.",
+        choices=("neuron_native", "neuron", "vllm_neuron", "neuron_stablehlo", "neuron_check"),
+    ),
+    EnvVar(
+        "OMNI_NEURON_COMPILE_CACHE_DIR",
+        "str",
+        None,
+        "The folder of the artifact cache of `neuron_stablehlo`. Unset: `~/.cache/omni-neuron/compile`.",
+    ),
+    EnvVar(
+        "OMNI_NEURON_COMPILE_CACHE_GB",
+        "int",
+        20,
+        "GiB that the artifact cache may take; beyond, the modules that were used longest ago go.",
+        minimum=1,
+    ),
+    EnvVar(
+        "OMNI_NEURON_COMPILE_FAIL_ON_MISS",
+        "bool",
+        False,
+        "A graph that is not in the artifact cache is an error instead of a compilation.",
+    ),
+    EnvVar(
+        "OMNI_NEURON_COMPILE_MEMORY_GB",
+        "int",
+        12,
+        "GiB of address space that the lowering of one graph may take, in its own process; beyond, it ends with an "
+        "error that names the graph, instead of the machine running out of memory.",
+        minimum=1,
+    ),
+    EnvVar(
+        "OMNI_NEURON_COMPILE_TIMEOUT_S",
+        "int",
+        1800,
+        "Seconds that the lowering of one graph may take, and that a rank waits for another one that compiles the "
+        "same graph.",
+        minimum=1,
+    ),
+    EnvVar(
+        "TORCH_DEVICE_BACKEND_AUTOLOAD",
+        "str",
+        None,
+        "Torch's own variable: whether `import torch` loads the device backends of other packages. It has to be 0 "
+        "where torch-neuronx and libtorch-neuronx-lite are both installed, because both claim PrivateUse1; start-up "
+        "and `doctor` say so where it is not.",
     ),
     EnvVar(
         "NEURON_PLATFORM_TARGET_OVERRIDE",

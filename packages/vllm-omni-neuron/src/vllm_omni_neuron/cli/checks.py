@@ -129,6 +129,9 @@ def check_neuron_packages(report: Report) -> dict[str, str | None]:
         missing = [name for name, version in packages.items() if version is None]
         if missing:
             report.problems.append(f"there is a Neuron device, but {', '.join(missing)} is not installed")
+    autoload = runtime.autoload_problem()
+    if autoload is not None:
+        (report.notes if runtime.is_cpu_mode() else report.problems).append(autoload)
     return packages
 
 

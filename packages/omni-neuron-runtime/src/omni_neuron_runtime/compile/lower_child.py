@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run as a script by `lowering`: torch-mlir's two pipelines over one file, under a memory limit. Imports no torch.
+
+usage: lower_child.py INPUT OUTPUT MEMORY_LIMIT_BYTES
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import sys
+from pathlib import Path
+
+_PIPELINES = (
+    "builtin.module(func.func(torch-match-quantized-custom-ops), torchdynamo-export-to-torch-backend-pipeline)",
+    "builtin.module(torch-backend-to-stablehlo-backend-pipeline{allow-non-finites=true})",
+)
+# Static sizes written as computations, such as those of an iota, become static; what nobody reads goes.
+_SIMPLIFICATION = "builtin.module(func.func(stablehlo-aggressive-simplification,cse))"
+# The binding of the dialect `torch_c` (conversions between torch's tensors and builtin ones) registers nothing; a pass
+# that makes its operations loads it.
+_LOADS_TORCH_C = (
+    "func.func @f(%a: !torch.vtensor<[1],f32>) -> !torch.vtensor<[1],f32> { return %a : !torch.vtensor<[1],f32> }"
+)
+
+_CONSTANT = re.compile(r"^ *(%\w+) = stablehlo\.constant dense<(.+)> : tensor<([\dx]*)(f64|i64)>$")
+_CONVERSION = re.compile(
+    r"^( *(%\w+)) = stablehlo\.convert (%\w+) : \(tensor<([\dx]*)(?:f64|i64)>\) -> tensor<\4(f64|f32|bf16|f16)>$"
+)
+_WHOLE = re.compile(r"-?\d+")
+# A list of values is left alone, as is a hexadecimal one, whose digits are those of the wider type.
+_DECIMAL = re.compile(r"[-+\d.eE]+")
+
+
+def main() -> None:
+    """See the module."""
+    source, target, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    from torch_mlir import ir
+    from torch_mlir._mlir_libs import _stablehlo
+    from torch_mlir.dialects import torch as torch_dialect
+    from torch_mlir.passmanager import PassManager
+
+    _stablehlo.register_stablehlo_passes()
+
+    context = ir.Context()
+    # One thread: the same memory, and the same order of messages, on every machine.
+    context.enable_multithreading(False)
+    torch_dialect.register_dialect(context)
+    _stablehlo.register_dialect(context, True)
+    with context:
+        PassManager.parse("builtin.module(torch-func-backend-type-conversion)").run(
+            ir.Module.parse(_LOADS_TORCH_C).operation
+        )
+        module = ir.Module.parse(Path(source).read_text())
+        for pipeline in _PIPELINES:
+            PassManager.parse(pipeline).run(module.operation)
+        module = ir.Module.parse(tidy(str(module)))
+        PassManager.parse(_SIMPLIFICATION).run(module.operation)
+        Path(target).write_text(f"{module}\n")
+
+
+def tidy(text: str) -> str:
+    """StableHLO alone, without the double-precision scalars that torch's Python numbers are lowered to.
+
+    torch-mlir leaves `arith.constant`, and turns the 2.0 of `x * 2.0` into a float64 constant that is converted to x's
+    dtype. Here the constant gets that dtype itself, which is the same number: a compiler parses its digits at the
+    precision of the type, and the conversion would round the same digits once more.
+    """
+    lines = text.replace(" = arith.constant dense", " = stablehlo.constant dense").splitlines()
+    constants: dict[str, str] = {}
+    converted = []
+    for line in lines:
+        constant, conversion = _CONSTANT.match(line), _CONVERSION.match(line)
+        if constant and _DECIMAL.fullmatch(constant[2]):
+            constants[constant[1]] = constant[2]
+        elif conversion and conversion[3] in constants:
+            value = constants[conversion[3]]
+            number = f"{value}.0" if _WHOLE.fullmatch(value) else value
+            if conversion[5] == "f64":  # on its way from a whole number to the dtype that is wanted
+                constants[conversion[2]] = number
+            line = f"{conversion[1]} = stablehlo.constant dense<{number}> : tensor<{conversion[4]}{conversion[5]}>"
+        converted.append(line)
+    used = set()
+    for line in converted:
+        used.update(re.findall(r"%\w+", line.partition(" = ")[2] if " = " in line else line))
+    kept = [line for line in converted if not ((match := _CONSTANT.match(line)) and match[1] not in used)]
+    return "\n".join(kept) + "\n"
+
+
+if __name__ == "__main__":
+    main()
+    # Without the interpreter's way out: tearing down a large module takes longer than reading it.
+    sys.stdout.flush()
+    os._exit(0)
