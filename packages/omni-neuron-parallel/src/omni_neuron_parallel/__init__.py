@@ -29,6 +29,7 @@ from omni_neuron_parallel.layers import (
     QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    group_place,
     rms_norm_across_heads,
     shard_size,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "get_group",
     "get_topology",
     "get_world_group",
+    "group_place",
     "has_physical_mesh",
     "initialize_parallel",
     "install_groups",

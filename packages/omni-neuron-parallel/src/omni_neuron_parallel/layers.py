@@ -35,6 +35,12 @@ def shard_size(size: int, shards: int, multiple_of: int = 1) -> int:
     return -(-size // multiple_of // shards) * multiple_of
 
 
+def group_place(group: AxisGroup) -> torch.Tensor:
+    """This rank's place in `group` as a buffer, int64 `[1]`: a graph that reads it is the same on every rank."""
+    # On the CPU by name: modules are made on the meta device, and this is no weight that is loaded later.
+    return torch.tensor([group.rank], device="cpu")
+
+
 def _empty(*shape: int) -> nn.Parameter:
     # Never initialised: every parameter comes from a checkpoint (or a test), and A14B's would take minutes to fill.
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
@@ -217,12 +223,14 @@ class VocabParallelEmbedding(nn.Module):
         self.rows = shard_size(vocab_size, self.group.size)
         self.weight = _empty(self.rows, embedding_dim)
         set_weight_loader(self.weight, sharding_weight_loader(0, self.rows, self.group.size, full_size=vocab_size))
+        self.register_buffer("place", group_place(self.group), persistent=False)
+        self.place: torch.Tensor
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See the class."""
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
-        local = token_ids - self.group.rank * self.rows
+        local = token_ids - self.place * self.rows
         mine = (local >= 0) & (local < self.rows)
         embedded = F.embedding(local.clamp(0, self.rows - 1), self.weight) * mine.unsqueeze(-1).to(self.weight.dtype)
         return self.group.all_reduce(embedded)

@@ -74,12 +74,14 @@ class SequenceShard:
         """Bool `[shard_length]`, True where the row is a pad."""
         return torch.arange(self.shard_length, device=device) >= self.valid_length
 
-    def split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def split(self, tensor: torch.Tensor, dim: int, place: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's rows of a whole tensor: tokens, a rope table, anything with one row a token.
 
         Args:
             tensor: any shape with `sequence_length` rows along `dim`.
             dim: the tensor's dim of tokens.
+            place: `rank` as an int64 tensor `[1]`. With it the rank is data, so that a compiled graph is the same on
+                every rank; without it the rank is part of the code, and the result may be a view.
 
         Returns:
             The same with `shard_length` rows; pads are zero.
@@ -88,7 +90,13 @@ class SequenceShard:
             ValueError: another number of rows.
         """
         self._check_rows(tensor, dim, self.sequence_length, "the whole sequence")
-        return self._pad(tensor.narrow(dim, self.start, self.valid_length), dim)
+        if place is None:
+            return self._pad(tensor.narrow(dim, self.start, self.valid_length), dim)
+        if self.world == 1:
+            return tensor
+        dim %= tensor.dim()
+        padded = _append_zeros(tensor, self.shard_length * self.world - self.sequence_length, dim)
+        return padded.unflatten(dim, (self.world, self.shard_length)).index_select(dim, place).squeeze(dim)
 
     def split_runs(self, values: torch.Tensor, run_lengths: Sequence[int], dim: int) -> torch.Tensor:
         """This rank's rows of a piecewise constant tensor, such as modulation with one timestep a frame.
@@ -168,9 +176,9 @@ class SequenceParallel:
         """This rank's part."""
         return SequenceShard(self.sequence_length, self.group.size, self.group.rank)
 
-    def split(self, hidden: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's part of all tokens that every rank holds. No communication."""
-        return self.shard.split(hidden, dim)
+    def split(self, hidden: torch.Tensor, dim: int = 1, place: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's part of all tokens that every rank holds; `place` as in `SequenceShard`. No communication."""
+        return self.shard.split(hidden, dim, place)
 
     def gather(self, hidden: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """All tokens, without pads, from every rank's part. Collective over the group."""

@@ -25,6 +25,7 @@ from omni_neuron_parallel import (
     SequenceShard,
     context_attention,
     get_group,
+    group_place,
     rms_norm_across_heads,
 )
 from omni_neuron_runtime import SafetensorsWeightLoader, set_weight_loader
@@ -377,6 +378,11 @@ class WanTransformer3DModel(nn.Module):
         group = group or get_group("tp")
         self.context_group = context_group or get_group("cp")
         self.sequence_group = group if sequence_parallel else AxisGroup("tp")
+        # This rank's place as data, so that the compiled graph is the same on every rank.
+        self.register_buffer("context_place", group_place(self.context_group), persistent=False)
+        self.register_buffer("sequence_place", group_place(self.sequence_group), persistent=False)
+        self.context_place: torch.Tensor
+        self.sequence_place: torch.Tensor
         config.check_tensor_parallel(group.size)
         self.config = config
         self.rope = WanRotaryPosEmbed(config.attention_head_dim, config.patch_size, config.rope_max_seq_len)
@@ -454,8 +460,10 @@ class WanTransformer3DModel(nn.Module):
         length = hidden.shape[1]
         context = SequenceShard(length, self.context_group.size, self.context_group.rank)
         sequence = SequenceParallel(context.shard_length, self.sequence_group)
-        hidden = sequence.split(context.split(hidden, 1))
-        cos, sin = (context.split(table, 1) for table in self.rope(hidden_states))
+        compiling = torch.compiler.is_compiling()
+        place, sequence_place = (self.context_place, self.sequence_place) if compiling else (None, None)
+        hidden = sequence.split(context.split(hidden, 1, place), 1, sequence_place)
+        cos, sin = (context.split(table, 1, place) for table in self.rope(hidden_states))
         temb, timestep_proj = self.condition_embedder.embed_time(timestep, self.dtype)
         for block, key_value in zip(self._blocks(), pairs, strict=True):
             hidden = block(hidden, timestep_proj, (cos, sin), key_value, bias, length)
