@@ -128,9 +128,17 @@ def test(session: nox.Session) -> None:
     if not session.posargs:
         _lint(development)
         _typing(development)
-    paths = [f"packages/{package}/tests" for package in PACKAGES]
-    arguments = session.posargs or ["--durations=15", *paths, "tools/shapes/tests", "tests"]
-    development.run("pytest", *arguments, env=_test_environment())
+    # OpenMP threads of two processes on two cores spin against each other.
+    environment = {**_test_environment(), "OMP_NUM_THREADS": "1"}
+    development.run("pytest", *(session.posargs or _all_tests()), env=environment)
+
+
+def _all_tests() -> list[str]:
+    """pytest's arguments for everything: two files at a time where there are the cores, the longest ones first."""
+    paths = ["tests", *(f"packages/{package}/tests" for package in reversed(PACKAGES)), "tools/shapes/tests"]
+    # More at a time would not fit: several files start engines or pools of eight processes.
+    side_by_side = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"] if (os.cpu_count() or 1) > 1 else []
+    return ["--durations=25", *side_by_side, *paths]
 
 
 @dev_session
