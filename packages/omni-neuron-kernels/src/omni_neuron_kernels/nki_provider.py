@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from omni_neuron_kernels import nki_convolution
+from omni_neuron_kernels import nki_convolution, nki_fp8, nki_projection
 from omni_neuron_kernels.dispatch import Implementation
 from omni_neuron_kernels.nki_launch import CORES, SBUF_BYTES, dtype_limit, kernels_of
 from omni_neuron_kernels.softmax_regimes import bounded_heads
@@ -180,11 +180,18 @@ def _not_in_simulator(given: list[torch.Tensor]) -> str | None:
 
 _OPS: dict[str, tuple[Callable[..., Any], Refusal]] = {
     "adaln_modulate": (_adaln_modulate, _adaln_limits),
+    "adaln_modulate_fp8": (nki_fp8.adaln_modulate_fp8, nki_fp8.adaln_limits),
     "causal_conv3d": (nki_convolution.causal_conv3d, nki_convolution.causal_conv3d_limits),
     "flash_attention": (_flash_attention, _flash_attention_limits),
+    "fp8_mlp": (nki_fp8.fp8_mlp, nki_fp8.mlp_limits),
+    "fp8_output_projection": (nki_fp8.fp8_output_projection, nki_fp8.output_limits),
+    "fp8_qkv_projection": (nki_fp8.fp8_qkv_projection, nki_fp8.qkv_limits),
     "gated_mlp": (_gated_mlp, _gated_mlp_limits),
     "mlp": (_mlp, _mlp_limits),
     "output_projection": (_output_projection, _output_projection_limits),
+    "qkv_projection": (nki_projection.qkv_projection, nki_projection.qkv_limits),
+    "quantize_mx": (nki_fp8.quantize_mx, nki_fp8.quantize_mx_limits),
+    "row_quantize": (nki_fp8.row_quantize, nki_fp8.row_quantize_limits),
     "rms_norm": (_rms_norm, _rms_norm_limits),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from omni_neuron_kernels import reference_convolution
+from omni_neuron_kernels import reference_convolution, reference_fp8, reference_projection
 from omni_neuron_kernels.dispatch import Implementation
 
 
@@ -90,5 +90,16 @@ REFERENCE = {
         gated_mlp,
         output_projection,
         reference_convolution.causal_conv3d,
+        reference_fp8.adaln_modulate_fp8,
+        reference_fp8.quantize_mx,
+        reference_fp8.row_quantize,
+        reference_projection.qkv_projection,
+    )
+} | {
+    function.__name__: Implementation(function, reference_fp8.native_refusal, priority=0)
+    for function in (
+        reference_fp8.fp8_mlp,
+        reference_fp8.fp8_output_projection,
+        reference_fp8.fp8_qkv_projection,
     )
 }
