@@ -7,7 +7,9 @@ CPU platform (the model package is left out by VLLM_PLUGINS=neuron), because wit
 0.30 does not run on a CPU. Diffusers is called directly, without an engine around it.
 
 A video's time is from the prompt to the decoded frames in the caller's process. A step's time is the difference of two
-such times with different numbers of steps, divided by the difference in steps: no hook in anybody's code.
+such times with different numbers of steps, divided by the difference in steps: no hook in anybody's code. CPU seconds
+are those of all threads of the process, taken likewise: they move less with what else the machine does, but count
+OpenMP threads that wait by spinning.
 
     ./dev run python benchmarks/e2e_cpu.py --json benchmarks/e2e_cpu.json
 """
@@ -33,6 +35,12 @@ from rich.table import Table
 
 SYSTEMS = ("ours", "diffusers", "vllm-omni")
 ANSWER_TIMEOUT_S = 300
+FIGURES = {
+    "seconds_per_step": "s / step",
+    "seconds_per_video": "s / video",
+    "cpu_seconds_per_step": "CPU s / step",
+    "cpu_seconds_per_video": "CPU s / video",
+}
 
 
 @dataclass(frozen=True)
@@ -83,10 +91,11 @@ class System:
         self._lines = ours.makefile("rw")
         self.identity = self._answer()
 
-    def seconds(self, steps: int) -> float:
-        """One video with `steps` steps."""
+    def generate(self, steps: int) -> tuple[float, float]:
+        """One video with `steps` steps: wall-clock seconds, and CPU seconds of all its threads."""
         print(steps, file=self._lines, flush=True)
-        return float(self._answer()["seconds"])
+        answer = self._answer()
+        return float(answer["seconds"]), float(answer["cpu_seconds"])
 
     def close(self) -> None:
         """End the process."""
@@ -116,11 +125,11 @@ def serve(name: str, answers: int, model: Path, workload: Workload) -> None:
     generate, identity = _diffusers(model, workload) if name == "diffusers" else _engine(model, workload)
     print(json.dumps({"pipeline": identity, "threads": torch.get_num_threads()}), file=lines, flush=True)
     for line in lines:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         frames = generate(int(line))
-        seconds = time.perf_counter() - started
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         assert frames == workload.num_frames, f"{frames} frames, {workload.num_frames} were asked for"
-        print(json.dumps({"seconds": seconds}), file=lines, flush=True)
+        print(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds}), file=lines, flush=True)
 
 
 def _diffusers(model: Path, workload: Workload) -> tuple[Any, str]:
@@ -178,29 +187,30 @@ def measure(model: Path, workload: Workload, rounds: int, systems: list[str]) ->
         for name in systems:
             running.append(System(name, model, workload))
             Console(stderr=True).print(f"{name}: {running[-1].identity['pipeline']}")
-            running[-1].seconds(workload.few_steps)
-        times: dict[str, dict[int, list[float]]] = {
+            running[-1].generate(workload.few_steps)
+        times: dict[str, dict[int, list[tuple[float, float]]]] = {
             name: {workload.few_steps: [], workload.steps: []} for name in systems
         }
         for turn in range(rounds):
             # Another order every round: whoever follows the heaviest one would otherwise always find warm cores.
             for system in running[turn % len(running) :] + running[: turn % len(running)]:
                 for steps in (workload.few_steps, workload.steps):
-                    times[system.name][steps].append(system.seconds(steps))
+                    times[system.name][steps].append(system.generate(steps))
     finally:
         for system in running:
             system.close()
     results: dict[str, Any] = {}
     for system in running:
-        few, many = (times[system.name][steps] for steps in (workload.few_steps, workload.steps))
-        per_step = [(m - f) / (workload.steps - workload.few_steps) for f, m in zip(few, many, strict=True)]
-        results[system.name] = {
-            **system.identity,
-            "seconds_per_step": statistics.median(per_step),
-            "seconds_per_video": statistics.median(many),
-            "all_seconds_per_step": per_step,
-            "all_seconds_per_video": many,
-        }
+        results[system.name] = {**system.identity}
+        for clock, prefix in enumerate(("", "cpu_")):
+            few, many = ([pair[clock] for pair in times[system.name][n]] for n in (workload.few_steps, workload.steps))
+            per_step = [(m - f) / (workload.steps - workload.few_steps) for f, m in zip(few, many, strict=True)]
+            results[system.name] |= {
+                f"{prefix}seconds_per_step": statistics.median(per_step),
+                f"{prefix}seconds_per_video": statistics.median(many),
+                f"all_{prefix}seconds_per_step": per_step,
+                f"all_{prefix}seconds_per_video": many,
+            }
     return results
 
 
@@ -211,17 +221,13 @@ def show(results: dict[str, Any], workload: Workload, rounds: int) -> None:
         title=f"{workload.width}×{workload.height}×{workload.num_frames}, {workload.steps} steps with guidance, "
         f"{workload.dtype}, {workload.threads} threads; medians of {rounds} rounds"
     )
-    for column in ("system", "s / step", "s / video", "step: ours / it", "video: ours / it"):
+    for column in ("system", *FIGURES.values()):
         table.add_column(column, justify="left" if column == "system" else "right")
     for name, result in results.items():
-        ratios = [
-            f"{results['ours'][key] / result[key]:.2f}" if "ours" in results and name != "ours" else ""
-            for key in ("seconds_per_step", "seconds_per_video")
-        ]
-        table.add_row(name, f"{result['seconds_per_step']:.3f}", f"{result['seconds_per_video']:.2f}", *ratios)
+        table.add_row(name, *(f"{result[key]:.2f}" for key in FIGURES))
     Console().print(table)
     if "ours" in results and peers:
-        for key in ("seconds_per_step", "seconds_per_video"):
+        for key in FIGURES:
             fastest = min(peers, key=lambda peer: results[peer][key])
             ratio = results["ours"][key] / results[fastest][key]
             Console().print(f"{key}: {ratio:.2f} × {fastest}, the faster peer (target ≤ 0.9)", highlight=False)
