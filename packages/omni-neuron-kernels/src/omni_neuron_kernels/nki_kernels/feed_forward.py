@@ -11,6 +11,9 @@ TOKENS = 512  # moving columns of a matmul: one PSUM bank of float32
 # cheap; but each 128 columns of the first weight hold one of eight PSUM banks. Of the second, each 128 tokens do.
 UP_COLUMNS = 768
 DOWN_COLUMNS = 512
+# Of a second weight with few rows, more columns are loaded at a time, and stay until all of them are done.
+WIDE_BYTES = 2048
+RESIDENT_BYTES = 64 * 1024
 
 
 @nki.jit
@@ -157,21 +160,36 @@ def _project(out, activated, weight, offset, span):
     """activatedᵀ · weight + offset into a span of rows of out."""
     first, count = span
     columns = weight.shape[1]
-    for start in range(0, columns, DOWN_COLUMNS):
-        end = min(columns, start + DOWN_COLUMNS)
-        sums = []
+    wide = DOWN_COLUMNS
+    if weight.dtype != "float32" and len(activated) * WIDE_BYTES <= RESIDENT_BYTES:
+        wide = WIDE_BYTES // 2
+    for start in range(0, columns, wide):
+        end = min(columns, start + wide)
+        stripes, results = [], []
         for r in range(0, count, P):
-            sums.append(nl.ndarray((min(P, count - r), end - start), "float32", buffer=nl.psum))
-        for number in range(len(activated)):
-            i, height = P * number, activated[number].shape[0]
-            stripe = nl.ndarray((height, end - start), weight.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(stripe, weight[i : i + height, start:end])
+            results.append(nl.ndarray((min(P, count - r), end - start), out.dtype, buffer=nl.sbuf))
+        for column in range(start, end, DOWN_COLUMNS):
+            width = min(DOWN_COLUMNS, end - column)
+            sums = []
+            for result in results:
+                sums.append(nl.ndarray((result.shape[0], width), "float32", buffer=nl.psum))
+            for number in range(len(activated)):
+                i, height = P * number, activated[number].shape[0]
+                if column == start:
+                    stripe = nl.ndarray((height, end - start), weight.dtype, buffer=nl.sbuf)
+                    nisa.dma_copy(stripe, weight[i : i + height, start:end])
+                    if wide > DOWN_COLUMNS:
+                        stripes.append(stripe)
+                else:
+                    stripe = stripes[number]
+                moving = stripe[:, column - start : column - start + width]
+                for part in range(len(sums)):
+                    r = P * part
+                    stationary = activated[number][:, r : min(count, r + P)]
+                    nisa.nc_matmul(sums[part], stationary, moving, accumulate=(number > 0))
             for part in range(len(sums)):
-                r = P * part
-                stationary = activated[number][:, r : min(count, r + P)]
-                nisa.nc_matmul(sums[part], stationary, stripe, accumulate=(number > 0))
-        for part in range(len(sums)):
-            r, height = first + P * part, sums[part].shape[0]
-            result = nl.ndarray((height, end - start), out.dtype, buffer=nl.sbuf)
-            nisa.tensor_tensor(result, sums[part], offset[0:height, start:end], nl.add)
-            nisa.dma_copy(out[r : r + height, start:end], result)
+                place = results[part][:, column - start : column - start + width]
+                nisa.tensor_tensor(place, sums[part], offset[0 : place.shape[0], column : column + width], nl.add)
+        for part in range(len(results)):
+            r = first + P * part
+            nisa.dma_copy(out[r : r + results[part].shape[0], start:end], results[part])
