@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulator is nki while these tests run, and not for the tests of other packages."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import omni_neuron_nkisim
 
+sys.path.insert(0, str(Path(__file__).parent))
 _asked_for = omni_neuron_nkisim.is_installed()
 
 

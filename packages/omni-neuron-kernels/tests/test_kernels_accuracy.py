@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omni_neuron_nkisim import NkiValidationError, TensorSpec, last_stats, settings
+from omni_neuron_nkisim import TensorSpec, settings
 
 DTYPES = [torch.float32, torch.bfloat16]
 EPSILON = 1e-6
@@ -61,59 +61,6 @@ def test_adaln_modulate(dtype, lnc, shape):
     check(kernels("norms").adaln_modulate[lnc](updated, scale, shift, EPSILON), exact, torchs)
 
 
-def attention_case(dtype, queries, keys, dim, gain=1.0):
-    """Four heads over two key heads: q, k, v, and what is exact and what torch makes of the first `length` keys."""
-    q, k, v = (
-        random(heads, rows, dim, dtype=dtype, seed=rows + heads) for heads, rows in ((4, queries), (2, keys), (2, keys))
-    )
-    return (q * gain).to(dtype), k, v.flip(0).contiguous()
-
-
-def attention_results(q, k, v, length):
-    keys, values = (tensor[:, :length].repeat_interleave(2, 0) for tensor in (k, v))
-    scores = q.double() @ keys.double().mT / math.sqrt(q.shape[2])
-    torchs = F.scaled_dot_product_attention(q[None], keys[None], values[None])[0]
-    return scores.softmax(-1) @ values.double(), torchs
-
-
-@parametrize_all
-@pytest.mark.parametrize("bounded", [True, False])
-@pytest.mark.parametrize(
-    ("queries", "keys", "dim", "length"), [(300, 517, 64, 500), (129, 128, 128, 128), (5, 3, 17, 2), (128, 1, 128, 1)]
-)
-def test_flash_attention(dtype, lnc, bounded, queries, keys, dim, length):
-    q, k, v = attention_case(dtype, queries, keys, dim)
-    k[:, length:], v[:, length:] = torch.nan, torch.nan
-    result = kernels("attention").flash_attention[lnc](q, k, v, dim**-0.5, length, (bounded,) * 4)
-    check(result, *attention_results(q, k, v, length))
-
-
-@pytest.mark.parametrize("bounded", [True, False])
-def test_flash_attention_over_several_sections_and_blocks(bounded, monkeypatch):
-    monkeypatch.setattr(kernels("attention"), "SECTION_TILES", 2)
-    monkeypatch.setattr(kernels("attention"), "BLOCK_TILES", 1)
-    q, k, v = attention_case(torch.float32, 400, 900, 32)
-    result = kernels("attention").flash_attention(q, k, v, 32**-0.5, 900, (bounded,) * 4)
-    check(result, *attention_results(q, k, v, 900))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gain", [50.0, 300.0, 30_000.0])
-def test_heads_past_every_bound_lose_no_row(dtype, gain):
-    """Without a maximum these scores overflow, with a static bound rows vanish.
-
-    With the largest gain a maximum that is rounded to bfloat16 is hundreds of nats off.
-    """
-    q, k, v = attention_case(dtype, 200, 300, 128, gain)
-    result = kernels("attention").flash_attention[2](q, k, v, 128**-0.5, 300, (False,) * 4)
-    exact, torchs = attention_results(q, k, v, 300)
-    # Rounding of scores as large as these is most of the error, torch's in float32 as well.
-    assert error(result, exact) <= max(1e-5, 1.25 * error(torchs, exact))
-    assert bool((result.double().norm(dim=-1) > 0.5 * exact.norm(dim=-1)).all())
-    unshifted = kernels("attention").flash_attention(q, k, v, 128**-0.5, 300, (True,) * 4)
-    assert not unshifted.isfinite().all()
-
-
 @parametrize_all
 @pytest.mark.parametrize(
     ("rows", "width", "inner", "columns"), [(300, 200, 600, 250), (700, 129, 128, 513), (1, 5, 3, 2)]
@@ -164,33 +111,7 @@ def test_real_shapes_fit(dtype):
         kernels("norms").rms_norm(*specs(dtype, (1000, 5120)), columns, EPSILON)
         stream, vector = TensorSpec((1, 1000, 5120), dtype), columns
         kernels("norms").gated_adaln_modulate(stream, stream, vector, vector, vector, EPSILON)
-        heads = specs(dtype, (2, 4095, 128), (2, 9000, 128), (2, 9000, 128))
-        kernels("attention").flash_attention[2](*heads, 128**-0.5, 8_999, (False, True))
         x, up, down = specs(dtype, (600, 5120), (5120, 1728), (1728, 5120))
         kernels("feed_forward").mlp(x, up, TensorSpec((1728, 1), "float32"), down, columns)
         kernels("feed_forward").gated_mlp(x, up, up, down, True)
         kernels("feed_forward").output_projection(x, TensorSpec((5120, 5120), dtype), columns)
-
-
-def vector_work(queries, keys, bounded):
-    with settings(target="trn2", execute=False):
-        q, k, v = specs("bfloat16", (1, queries, 128), (1, keys, 128), (1, keys, 128))
-        kernels("attention").flash_attention(q, k, v, 128**-0.5, keys, (bounded,))
-    return last_stats()
-
-
-def test_without_a_maximum_nothing_but_scalar_touches_the_scores():
-    few, many = vector_work(512, 2048, True), vector_work(4 * 512, 2048, True)
-    tiles = 16  # of keys, each with one exponential for every group of 512 queries
-    assert many.count("activation") - few.count("activation") == 3 * tiles
-    # 12 tiles of queries more: each is copied after its transpose, leaves PSUM, and is divided in two instructions.
-    assert many.count("tensor_copy", "vector") - few.count("tensor_copy", "vector") == 2 * 12
-    assert many.count("reciprocal") - few.count("reciprocal") == 12
-    assert many.count("tensor_scalar") - few.count("tensor_scalar") == 12
-    assert many.count("tensor_reduce") == many.count("tensor_tensor") == many.count("scalar_tensor_tensor") == 0
-    assert vector_work(512, 2048, False).count("tensor_reduce") > 0
-
-
-def test_a_broken_limit_is_refused_by_the_simulator():
-    with pytest.raises(NkiValidationError):
-        kernels("attention").flash_attention(*(random(1, 128, 129) for _ in range(3)), 0.1, 128, (True,))

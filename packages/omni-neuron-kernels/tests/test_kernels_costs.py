@@ -17,10 +17,10 @@ def spec(*shape, dtype="bfloat16"):
     return TensorSpec(shape, dtype)
 
 
-def attention(lnc, bounded, heads=2):
+def attention(lnc, regime, heads=2):
     kernel = importlib.import_module("omni_neuron_kernels.nki_kernels.attention").flash_attention[lnc]
     keys = spec(heads, KEYS, DIM)
-    kernel(spec(heads, QUERIES, DIM), keys, keys, DIM**-0.5, KEYS, (bounded,) * heads)
+    kernel(spec(heads, QUERIES, DIM), keys, keys, DIM**-0.5, KEYS, (regime,) * heads)
     return 4.0 * heads * QUERIES * KEYS * DIM
 
 
@@ -51,8 +51,8 @@ def modulation(lnc):
 
 
 ROWS = {
-    "`flash_attention`, no shift": lambda lnc: attention(lnc, True),
-    "`flash_attention`, running maximum": lambda lnc: attention(lnc, False),
+    "`flash_attention`, unshifted": lambda lnc: attention(lnc, "unshifted"),
+    "`flash_attention`, running maximum": lambda lnc: attention(lnc, "running_maximum"),
     "`mlp`": mlp,
     "`output_projection`": projection,
     "`rms_norm`": norm,

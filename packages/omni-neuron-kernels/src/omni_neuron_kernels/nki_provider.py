@@ -8,23 +8,22 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from omni_neuron_kernels import nki_convolution, nki_fp8, nki_projection
+from omni_neuron_kernels import nki_attention, nki_convolution, nki_fp8, nki_projection
 from omni_neuron_kernels.dispatch import Implementation
 from omni_neuron_kernels.nki_launch import CORES, SBUF_BYTES, dtype_limit, kernels_of
-from omni_neuron_kernels.softmax_regimes import bounded_heads
 from omni_neuron_runtime import env, platform_target
 
 TARGETS = ("trn2", "trn3")
 RMS_NORM_WIDTH = 8192
 ADALN_WIDTH = 5632
-HEAD_DIM = 128
 
 Refusal = Callable[..., str | None]
+Op = tuple[Callable[..., Any], Refusal]  # what runs it, and its kernel's limits
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, *, epsilon: float) -> torch.Tensor:
@@ -46,16 +45,6 @@ def _adaln_modulate(
         return kernels.adaln_modulate[CORES](hidden.contiguous(), *vectors, epsilon), hidden
     gated = (hidden.contiguous(), branch.contiguous(), gate.float().contiguous())
     return kernels.gated_adaln_modulate[CORES](*gated, *vectors, epsilon)
-
-
-def _flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, key_length: int
-) -> torch.Tensor:
-    # The regime of each head is part of the kernel that is compiled, so the norms are read back here.
-    bounded = bounded_heads(q, k, v, scale=scale, key_length=key_length).flatten().tolist()
-    heads = [tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (q, k, v)]
-    result = kernels_of("attention").flash_attention[CORES](*heads, scale, key_length, tuple(bounded))
-    return result.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
 
 
 def _mlp(
@@ -100,16 +89,6 @@ def _adaln_limits(
 ) -> str | None:
     streams = {"hidden": hidden} if branch is None else {"hidden": hidden, "branch": branch}
     return dtype_limit(**streams) or _width_limit(hidden, ADALN_WIDTH)
-
-
-def _flash_attention_limits(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
-) -> str | None:
-    if q.shape[-1] > HEAD_DIM:
-        return f"head dim {q.shape[-1]}, at most {HEAD_DIM}"
-    if scale is not None and not 0 < scale < math.inf:
-        return f"scale {scale}, has to be above zero"
-    return dtype_limit(q=q, k=k, v=v)
 
 
 def _mlp_limits(
@@ -178,11 +157,11 @@ def _not_in_simulator(given: list[torch.Tensor]) -> str | None:
     return None
 
 
-_OPS: dict[str, tuple[Callable[..., Any], Refusal]] = {
+_OPS: dict[str, Op] = {
     "adaln_modulate": (_adaln_modulate, _adaln_limits),
     "adaln_modulate_fp8": (nki_fp8.adaln_modulate_fp8, nki_fp8.adaln_limits),
     "causal_conv3d": (nki_convolution.causal_conv3d, nki_convolution.causal_conv3d_limits),
-    "flash_attention": (_flash_attention, _flash_attention_limits),
+    "flash_attention": (nki_attention.flash_attention, nki_attention.flash_limits),
     "fp8_mlp": (nki_fp8.fp8_mlp, nki_fp8.mlp_limits),
     "fp8_output_projection": (nki_fp8.fp8_output_projection, nki_fp8.output_limits),
     "fp8_qkv_projection": (nki_fp8.fp8_qkv_projection, nki_fp8.qkv_limits),
@@ -191,17 +170,22 @@ _OPS: dict[str, tuple[Callable[..., Any], Refusal]] = {
     "output_projection": (_output_projection, _output_projection_limits),
     "qkv_projection": (nki_projection.qkv_projection, nki_projection.qkv_limits),
     "quantize_mx": (nki_fp8.quantize_mx, nki_fp8.quantize_mx_limits),
+    "ring_attention": (nki_attention.ring_attention, nki_attention.ring_limits),
     "row_quantize": (nki_fp8.row_quantize, nki_fp8.row_quantize_limits),
     "rms_norm": (_rms_norm, _rms_norm_limits),
 }
 
 
-def _provider(place: Refusal, priority: int) -> dict[str, Implementation]:
+def _provider(place: Refusal, priority: int, ops: Mapping[str, Op]) -> dict[str, Implementation]:
     return {
         op: Implementation(run, functools.partial(_either, place, limits), priority)
-        for op, (run, limits) in _OPS.items()
+        for op, (run, limits) in ops.items()
     }
 
 
-ON_DEVICE = _provider(_not_on_device, 100)
-IN_SIMULATOR = _provider(_not_in_simulator, 50)
+ON_DEVICE = _provider(_not_on_device, 100, _OPS)
+IN_SIMULATOR = _provider(
+    _not_in_simulator,
+    50,
+    {**_OPS, "ring_attention": (nki_attention.ring_attention, nki_attention.ring_limits_in_simulator)},
+)

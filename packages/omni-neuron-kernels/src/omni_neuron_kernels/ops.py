@@ -70,41 +70,6 @@ def adaln_modulate(
     return run_op(reference.adaln_modulate, hidden, scale, shift, branch=branch, gate=gate, epsilon=epsilon)
 
 
-def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float | None = None,
-    key_length: int | None = None,
-) -> torch.Tensor:
-    """softmax(scale · q kᵀ) v over the first `key_length` keys, accumulated in float32.
-
-    Args:
-        q: `[B, S_q, N, D]`.
-        k: `[B, S_k, N_k, D]`; N is a multiple of N_k, and head n attends to key head n // (N / N_k).
-        v: shape as `k`.
-        scale: factor of the scores; None for 1 / √D.
-        key_length: the number of valid keys; those from there on take no part, whatever they hold. None: all.
-
-    Returns:
-        Shape and dtype of `q`.
-
-    Raises:
-        ValueError: shapes that do not fit, or a `key_length` outside 1 to S_k.
-    """
-    if q.dim() != 4 or k.dim() != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} are not [B, S, heads, D] of one B and D")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"q has {q.shape[2]} heads, k {k.shape[2]}; valid is a multiple")
-    expect_shape("v", v, tuple(k.shape))
-    length = k.shape[1] if key_length is None else key_length
-    if not 1 <= length <= k.shape[1]:
-        raise ValueError(f"key_length = {length}: valid are 1..{k.shape[1]}")
-    factor = q.shape[3] ** -0.5 if scale is None else scale
-    return run_op(reference.flash_attention, q, k, v, scale=factor, key_length=length)
-
-
 def mlp(
     x: torch.Tensor,
     up_weight: torch.Tensor,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from omni_neuron_kernels import reference_convolution, reference_fp8, reference_projection
+from omni_neuron_kernels import reference_attention, reference_convolution, reference_fp8, reference_projection
 from omni_neuron_kernels.dispatch import Implementation
 
 
@@ -37,17 +37,6 @@ def adaln_modulate(
         updated = (_wide(hidden) + _wide(gate)[:, None] * _wide(branch)).to(hidden.dtype)
     normal = F.layer_norm(_wide(updated), (hidden.shape[-1],), eps=epsilon)
     return (normal * (1 + _wide(scale))[:, None] + _wide(shift)[:, None]).to(hidden.dtype), updated
-
-
-def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, key_length: int
-) -> torch.Tensor:
-    """See `ops.flash_attention`."""
-    share = q.shape[2] // k.shape[2]
-    keys, values = (_wide(t[:, :key_length]).repeat_interleave(share, 2).transpose(1, 2) for t in (k, v))
-    return (
-        F.scaled_dot_product_attention(_wide(q).transpose(1, 2), keys, values, scale=scale).transpose(1, 2).to(q.dtype)
-    )
 
 
 def mlp(
@@ -85,7 +74,8 @@ REFERENCE = {
     for function in (
         rms_norm,
         adaln_modulate,
-        flash_attention,
+        reference_attention.flash_attention,
+        reference_attention.ring_attention,
         mlp,
         gated_mlp,
         output_projection,
