@@ -63,8 +63,8 @@ def nan_pads() -> Iterator[None]:
     """Every shard's pads hold NaN instead of zero: whatever mixed one with a token would turn that to NaN."""
     original = SequenceShard.split
 
-    def split(shard: SequenceShard, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        rows = original(shard, tensor, dim)
+    def split(shard: SequenceShard, tensor: torch.Tensor, dim: int, place: torch.Tensor | None = None) -> torch.Tensor:
+        rows = original(shard, tensor, dim, place)
         if shard.num_pad:
             rows.narrow(dim, shard.valid_length, shard.num_pad).fill_(torch.nan)
         return rows

@@ -46,15 +46,13 @@ def worker_context() -> ForkServerContext | SpawnContext:
 @contextlib.contextmanager
 def openmp_threads(count: int) -> Iterator[None]:
     """Processes started meanwhile have `count` OpenMP threads: torch sizes its pool when it is imported."""
-    before = os.environ.get("OMP_NUM_THREADS")
+    before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = str(count)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        del os.environ["OMP_NUM_THREADS"]
+        os.environ.update(before)
 
 
 def _adopt_environment(environment: dict[str, str]) -> None:
