@@ -397,3 +397,14 @@ def test_real_shapes_fit(lnc):
         stream, vector = spec(1, 200, 5120, dtype="bfloat16"), spec(1, 5120)
         kernels("norms").quantized_adaln_modulate[lnc](stream, (stream, vector), vector, vector, EPSILON, 448.0, fp8)
         kernels("norms").row_quantize[lnc](spec(200, 5120), 448.0, fp8)
+
+
+@pytest.mark.parametrize(("width", "form"), [(5632, None), (5120, "float8_e4m3")])
+def test_the_widest_rows_fit(width, form):
+    stream, vector = TensorSpec((1, 1000, width), "float32"), TensorSpec((1, width), "float32")
+    with settings(target="trn2", execute=False, check_live_capacity=True):
+        if form is None:
+            kernels("norms").gated_adaln_modulate(stream, stream, vector, vector, vector, EPSILON)
+        else:
+            gated = (stream, vector)
+            kernels("norms").quantized_adaln_modulate(stream, gated, vector, vector, EPSILON, 240.0, form)

@@ -37,7 +37,8 @@ def qkv_projection(
 
     Args:
         x: `[B, S, H]`.
-        weight: `[H, (N_q + 2 N_k) D]`, the transpose of `nn.Linear`'s: this rank's queries, keys, values side by side.
+        weight: `[H, (N_q + 2 N_k) D]`, the transpose of `nn.Linear`'s: this rank's queries, keys, values side by
+            side. A kernel copies one that is not contiguous, at each call.
         bias: `[(N_q + 2 N_k) D]`; None for none.
         heads: this rank's (N_q, N_k). One may be 0: queries alone, or keys and values alone.
         head_dim: D.
