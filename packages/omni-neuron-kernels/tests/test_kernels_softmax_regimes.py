@@ -187,7 +187,7 @@ def test_statistics_of_parts_bound_those_of_the_whole():
     whole = key_statistics(k, v, mask)
     parts = [key_statistics(*(t[:, first : first + 10] for t in (k, v, mask))) for first in (0, 10, 20)]
     joined = joined_statistics([unpacked_statistics(part.packed()) for part in parts])
-    for name in ("count", "norm", "value", "example", "mean"):
+    for name in ("number", "norm", "value", "example", "mean"):
         torch.testing.assert_close(getattr(joined, name), getattr(whole, name))
     assert (joined.radius >= whole.radius).all() and (joined.radius < 1.5 * whole.radius).all()
     for batch in range(2):

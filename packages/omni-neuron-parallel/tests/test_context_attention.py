@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import context_ranks
@@ -267,3 +271,66 @@ def test_errors() -> None:
         context_attention(q, k, v[:, :4], group=group)
     with pytest.raises(ValueError, match=r"q \(2, 8, 3, 16\) and joint k \(2, 8, 2, 16\) differ in more than"):
         context_attention(q, k, v, group=group, joint_kv=(k[:, :, :2], v[:, :, :2]))
+
+
+FAKE_PROVIDER = """
+import torch
+from omni_neuron_kernels import Implementation, RingAttention
+
+calls = []
+
+def run(q, k, v, *, group, replica_groups, scale, key_length, return_lse, **options):
+    calls.append((group.ranks, replica_groups, scale, key_length, return_lse))
+    lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1]) if return_lse else None
+    return RingAttention(torch.full_like(q, 7.0), lse, torch.zeros((), dtype=torch.int64))
+
+def refusal(q, k, v, **options):
+    return "more than 16 channels" if q.shape[-1] > 16 else None
+
+IMPLEMENTATIONS = {"ring_attention": Implementation(run, refusal, priority=90)}
+"""
+
+USES_FAKE = """
+import fake_ring
+import torch
+from omni_neuron_parallel import AxisGroup, ContextAttentionStats, context_attention
+
+class Group(AxisGroup):
+    def __post_init__(self): pass
+    def all_gather(self, tensor, dim): return torch.cat([tensor, tensor], dim)
+    def start_rotate(self, tensor): return lambda: tensor
+
+group, alone = Group("cp", (4, 6), 1), AxisGroup("cp")
+q = torch.randn(1, 8, 2, 16)
+stats = ContextAttentionStats()
+for method, with_stats in (("auto", None), ("ring", stats)):
+    output = context_attention(q, q, q, group=group, method=method, kv_length=11, stats=with_stats)
+    assert bool((output == 7).all())
+assert fake_ring.calls == [((4, 6), ((4, 6),), 0.25, 11, False), ((4, 6), ((4, 6),), 0.25, 11, True)]
+assert (stats.rows, stats.clamped_rows, stats.blocks) == (16, 0, 2)
+wide = torch.randn(1, 8, 2, 32)
+for plain in (
+    context_attention(q, q, q, group=group, method="gather"),
+    context_attention(q, q, q, group=group, joint_kv=(q, q)),
+    context_attention(q, q, q, group=alone),
+    context_attention(wide, wide, wide, group=group),
+):
+    assert not bool((plain == 7).any())
+torch.compiler.is_compiling = lambda: True
+assert not bool((context_attention(q, q, q, group=group) == 7).any())
+assert len(fake_ring.calls) == 2
+"""
+
+
+def test_auto_takes_the_ring_of_a_kernel_library_that_has_one(tmp_path: Path) -> None:
+    """A distribution that declares a ring, in a process of its own: entry points are read once."""
+    (tmp_path / "fake_ring.py").write_text(FAKE_PROVIDER)
+    metadata = tmp_path / "fake_ring-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-ring\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[omni_neuron.kernels]\nfake = fake_ring:IMPLEMENTATIONS\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", USES_FAKE], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr

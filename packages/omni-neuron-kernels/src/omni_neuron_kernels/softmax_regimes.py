@@ -124,7 +124,7 @@ class KeyStatistics(NamedTuple):
     """What the proofs need to know of the keys that take part, of one rank or of all; float32.
 
     Attributes:
-        count: `[B]`, their number.
+        number: `[B]`, how many they are.
         mean: `[B, N_k, D]`; zero without keys, as the rest.
         radius: `[B, N_k]`, the largest distance of one from the mean.
         norm: `[B, N_k]`, the largest norm.
@@ -132,7 +132,7 @@ class KeyStatistics(NamedTuple):
         example: `[B, N_k, D]`, one of them, unrounded.
     """
 
-    count: torch.Tensor
+    number: torch.Tensor
     mean: torch.Tensor
     radius: torch.Tensor
     norm: torch.Tensor
@@ -141,7 +141,7 @@ class KeyStatistics(NamedTuple):
 
     def packed(self) -> torch.Tensor:
         """As one tensor `[B, N_k, 2·D + 4]`, for one collective."""
-        numbers = torch.stack([self.count[:, None].expand_as(self.norm), self.radius, self.norm, self.value], dim=-1)
+        numbers = torch.stack([self.number[:, None].expand_as(self.norm), self.radius, self.norm, self.value], dim=-1)
         return torch.cat([numbers, self.mean, self.example], dim=-1)
 
 
@@ -170,7 +170,7 @@ def key_statistics(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None =
 
 def joined_statistics(parts: list[KeyStatistics]) -> KeyStatistics:
     """Statistics of all keys together; the radius is an upper bound, by the triangle inequality."""
-    counts = torch.stack([part.count for part in parts])
+    counts = torch.stack([part.number for part in parts])
     total = counts.sum(0)
     shares = (counts / total.clamp_min(1))[:, :, None, None]
     mean = (shares * torch.stack([part.mean for part in parts])).sum(0)
@@ -205,7 +205,7 @@ def softmax_regimes(
     upper = torch.minimum(means + length * radius[:, None], direct) + direct * _ROUNDING
     lower = torch.maximum(means, -direct) - direct * _ROUNDING
     log_v = value.log()[..., None]
-    least = _tiles(upper, -math.inf).amax(-1) + statistics.count.log()[:, None, None] + log_v.clamp_min(0)
+    least = _tiles(upper, -math.inf).amax(-1) + statistics.number.log()[:, None, None] + log_v.clamp_min(0)
     least = least - _LOG_OVERFLOW
     most = _tiles(lower, math.inf).amin(-1) + log_v.clamp_max(0) + _LOG_LOSS
     unshifted = ((least < 0) & (most > 0)).all(-1)

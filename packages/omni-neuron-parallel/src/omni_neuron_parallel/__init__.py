@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parallel layers for diffusion models on Neuron, on plain torch.distributed."""
 
+from omni_neuron_kernels import bounded_softmax_is_safe
 from omni_neuron_parallel.__about__ import __version__
 from omni_neuron_parallel.agreement import RankDisagreementError, check_rank_agreement, tensor_digest
 from omni_neuron_parallel.cfg import (
@@ -44,7 +45,6 @@ from omni_neuron_parallel.meshes import (
 from omni_neuron_parallel.patch_parallel import run_tiles
 from omni_neuron_parallel.provider import ParallelProvider
 from omni_neuron_parallel.sequence import SequenceParallel, SequenceShard
-from omni_neuron_parallel.softmax_bound import bounded_softmax_is_safe
 from omni_neuron_parallel.tiles import TilePlan, assign_tiles, stitch_tiles
 from omni_neuron_parallel.topology import (
     AXES,

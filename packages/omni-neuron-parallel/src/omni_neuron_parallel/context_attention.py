@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from typing import Literal, get_args, overload
 
 import torch
-import torch.nn.functional as F
 
-from omni_neuron_parallel.groups import AxisGroup
-from omni_neuron_parallel.softmax_bound import bounded_softmax_is_safe, head_abs_max, head_norm_max
-from omni_neuron_parallel.softmax_sums import HeadSums, log_sum_exp
+from omni_neuron_kernels import (
+    bounded_softmax_is_safe,
+    explain,
+    flash_attention,
+    head_abs_max,
+    head_norm_max,
+    log_sum_exp,
+    ring_attention,
+)
+from omni_neuron_parallel.groups import AxisGroup, get_partition
+from omni_neuron_parallel.softmax_sums import HeadSums
 
 ContextMethod = Literal["auto", "gather", "ring"]
 KeysValues = tuple[torch.Tensor, torch.Tensor]
@@ -25,8 +32,9 @@ class ContextAttentionStats:
         rows: query rows computed, each head and batch element counted.
         clamped_rows: rows whose softmax denominator was zero or not finite although they had a valid key. Zero by
             construction wherever scores are finite in float32; else the input holds infinities, NaN, or norms as large.
-        blocks: key blocks computed; a block without a valid key is not.
-        bounded_heads: heads that took the bounded softmax, proven safe; the others took the running maximum.
+        blocks: key blocks computed; a block without a valid key is not, except in the ring of a kernel.
+        bounded_heads: heads that took the bounded softmax, proven safe; the others took the running maximum. The ring
+            of a kernel does not tell.
     """
 
     rows: int = 0
@@ -82,12 +90,17 @@ def context_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale · q kᵀ) v of this rank's queries over the keys of every rank. Collective over `group`.
 
-    "gather" joins K and V in one stacked all-gather and calls torch's attention: one collective, K and V of the whole
-    sequence on every rank. "ring" keeps K and V in shards and passes them on, one rotation a step, each started before
-    the block at hand is computed; two shards are held at a time. Both are exact, and torch.compile traces both into one
-    graph. In the ring the heads that `bounded_softmax_is_safe` proves safe add up unshifted exponentials, the others
-    keep a running maximum; that proof costs one all-gather of two numbers a head. It decides by data, which one graph
-    cannot: compiled, every head keeps the running maximum, and nothing is gathered for the proof.
+    "gather" joins K and V in one stacked all-gather and calls `omni_neuron_kernels.flash_attention`, which without a
+    Neuron device is torch's attention: one collective, K and V of the whole sequence on every rank. "ring" keeps K and
+    V in shards and passes them on, one rotation a step, each started before the block at hand is computed; two shards
+    are held at a time. Both are exact, and torch.compile traces both into one graph. In the ring the heads that
+    `bounded_softmax_is_safe` proves safe add up unshifted exponentials, the others keep a running maximum; that proof
+    costs one all-gather of two numbers a head. It decides by data, which one graph cannot: compiled, every head keeps
+    the running maximum, and nothing is gathered for the proof.
+
+    A kernel library may have a ring of its own, in one kernel: `omni_neuron_kernels.explain("ring_attention", …)` says
+    whether one takes the arguments. It then runs instead of torch's ring, and is what "auto" chooses. Not with
+    `joint_kv` and not in compiled code.
 
     Args:
         q: `[B, S_q, N, D]`, this rank's queries; S_q is free, so queries that every rank holds may be among them.
@@ -98,7 +111,7 @@ def context_attention(
         scale: factor of the scores; None for 1 / √D.
         kv_length: the number of valid keys of the whole sequence; those from there on are pads and take no part,
             whatever they hold. None: all are valid.
-        method: "gather", "ring", or "auto": gather, because no kernel library with a ring of its own exists so far.
+        method: "gather", "ring", or "auto": the ring of a kernel where there is one for these arguments, else gather.
         return_lse: also return the logarithm of each row's softmax denominator.
         joint_kv: further keys and values `[B, S_joint, N, D]` that every rank holds whole, such as a text prompt's;
             each query attends to them once. They are not counted in `kv_length`.
@@ -114,7 +127,20 @@ def context_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     valid = _valid_keys(kv_length, k.shape[1], group, joint_kv)
     lse: torch.Tensor | None
-    if method == "ring":
+    if method != "gather" and _kernel_has_a_ring(q, k, v, group, scale, sum(valid), joint_kv):
+        output, lse, _ = ring_attention(
+            q,
+            k,
+            v,
+            group=group,
+            replica_groups=get_partition(group),
+            scale=scale,
+            key_length=sum(valid),
+            return_lse=return_lse or stats is not None,
+        )
+        if stats is not None:
+            stats.blocks += group.size
+    elif method == "ring":
         output, lse = _ring(q, k, v, group, scale, valid, joint_kv, stats)
     else:
         output, lse = _gather(q, k, v, group, scale, sum(valid), joint_kv, return_lse or stats is not None)
@@ -157,6 +183,22 @@ def _valid_keys(kv_length: int | None, shard_length: int, group: AxisGroup, join
     return [min(max(length - rank * shard_length, 0), shard_length) for rank in range(group.size)]
 
 
+def _kernel_has_a_ring(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: AxisGroup,
+    scale: float,
+    kv_length: int,
+    joint_kv: KeysValues | None,
+) -> bool:
+    """Whether someone's `ring_attention` takes these arguments other than the reference, which gathers."""
+    if group.size == 1 or joint_kv is not None or torch.compiler.is_compiling():
+        return False
+    options = {"group": group, "replica_groups": get_partition(group), "scale": scale, "key_length": kv_length}
+    return explain("ring_attention", q, k, v, **options).provider != "torch"
+
+
 def _gather(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -172,8 +214,7 @@ def _gather(
     k, v = k[:, :kv_length], v[:, :kv_length]
     if joint_kv is not None:
         k, v = torch.cat([k, joint_kv[0]], dim=1), torch.cat([v, joint_kv[1]], dim=1)
-    output = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale)
-    return output.transpose(1, 2), log_sum_exp(q, k, scale) if with_lse else None
+    return flash_attention(q, k, v, scale=scale), log_sum_exp(q, k, scale) if with_lse else None
 
 
 def _ring(

@@ -282,6 +282,12 @@ def get_group(name: str) -> AxisGroup:
     return _State.groups.get(name) or AxisGroup(name)
 
 
+def get_partition(group: AxisGroup) -> Partition:
+    """The groups of the world that `group` is one of; that group alone where nobody installed or registered it."""
+    partition = _State.partitions.get(group.axis, ())
+    return partition if group.ranks in partition else (group.ranks,)
+
+
 def get_world_group() -> dist.ProcessGroup | None:
     """The group of all ranks; None in a world of one."""
     return dist.group.WORLD if get_topology().world_size > 1 else None

@@ -64,21 +64,6 @@ class HeadSums:
         return (lse if self._peak is None else lse + self._peak).squeeze(-1)
 
 
-def log_sum_exp(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """log Σ exp(scale · q·k) of every row, which torch's attention keeps to itself.
-
-    Args:
-        q: `[B, S_q, N, D]`.
-        k: `[B, S_k, N, D]`.
-        scale: factor of the scores.
-
-    Returns:
-        float32 `[B, N, S_q]`.
-    """
-    queries, keys = q.transpose(1, 2).float() * scale, k.transpose(1, 2).float()
-    return torch.cat([(queries[:, :, rows] @ keys.mT).logsumexp(-1) for rows in _row_slices(queries, keys)], dim=-1)
-
-
 def _row_slices(queries: torch.Tensor, keys: torch.Tensor) -> Iterator[slice]:
     batch, heads, rows, _ = queries.shape
     step = max(1, _SCORES_AT_ONCE // max(1, batch * heads * keys.shape[2]))
