@@ -331,6 +331,10 @@ def test_the_reference_does_not_dequantise_where_that_is_forbidden():
 def test_limits_fall_back_with_a_reason(trn3):
     tokens, x_scale, weight, scale = operands()
     down = pack_fp8_weight(torch.ones(6, 5).to(torch.float8_e4m3fn)), torch.ones(5)
+    # Nothing is computed of these: zeros that take no memory.
+    zero = torch.zeros(1, dtype=torch.float8_e4m3fn)
+    wide = (zero.expand(2048, 9000, 4), torch.zeros(9000), None)
+    square = (zero.expand(2048, 8192, 4), torch.zeros(8192))
     cases = [
         ("row_quantize", (torch.zeros(1, 5121),), {}, "at most 5120"),
         ("row_quantize", (torch.zeros(1, 8).half(),), {}, "torch.float16"),
@@ -338,7 +342,8 @@ def test_limits_fall_back_with_a_reason(trn3):
         ("quantize_mx", (torch.zeros(1, 5248).bfloat16(),), {}, "at most 5120"),
         ("adaln_modulate_fp8", (torch.zeros(1, 1, 5121), torch.zeros(1, 5121), torch.zeros(1, 5121)), {}, "5120"),
         ("fp8_output_projection", (random(1, 2, 128), weight, scale, None), {}, "torch.float32"),
-        ("fp8_output_projection", (torch.zeros(1, 8193).bfloat16(), weight, scale, None), {}, "at most 8192"),
+        ("fp8_output_projection", (torch.zeros(1, 8192).bfloat16(), *wide), {}, "at most 248"),
+        ("fp8_mlp", (tokens, x_scale, *square, torch.zeros(8192), *square, torch.zeros(8192)), {}, "KiB of SBUF"),
         ("fp8_mlp", (tokens, x_scale, weight, scale, torch.zeros(6), *down, torch.zeros(5)), {}, "inner width 6"),
         (
             "fp8_qkv_projection",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ ROW_DTYPES = {"e4m3": "float8_e4m3", "e4m3fn": "float8_e4m3fn"}
 PACKED_ROWS = 128
 # What lies on chip per partition in row_quantize and adaln_modulate_fp8: a dozen rows, most of them float32.
 ROW_WIDTH = 5120
-MLP_WIDTH, MLP_INNER = 8192, 8192
-PROJECTION_WIDTH, PROJECTION_COLUMNS = 8192, 16384
+SBUF_KIB = 248  # of trn3's 256 per partition
+BLOCK = 512  # elements of the contraction in one MX matmul
 
 
 def row_quantize(x: torch.Tensor, *, form: RowForm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +149,9 @@ def output_limits(
     """Why the kernel cannot take these."""
     if x.dtype != torch.bfloat16:
         return f"x {x.dtype}; MX quantisation takes torch.bfloat16"
-    return _mx_limit(x) or _sizes_limit(x.shape[-1], PROJECTION_WIDTH, weight.shape[1], PROJECTION_COLUMNS)
+    # For 1,024 tokens and a block of 512 of their elements: as 16-bit floats, packed, and stripes of the weight.
+    blocks, columns = math.ceil(weight.shape[0] * 4 / BLOCK), weight.shape[1]
+    return _mx_limit(x) or _sbuf_limit(14.5 * blocks + columns / 256 + 8, x.shape[-1], columns)
 
 
 def fp8_mlp(
@@ -195,8 +198,11 @@ def mlp_limits(
     inner = up_weight.shape[1]
     if inner % PACKED_ROWS:
         return f"inner width {inner}, a multiple of {PACKED_ROWS} (pad with zero columns)"
-    sizes = _sizes_limit(x.shape[-1], MLP_WIDTH, inner, MLP_INNER)
-    return _mx_limit(x) or _result_limit(dtype) or sizes or _sizes_limit(0, 0, down_weight.shape[1], PROJECTION_COLUMNS)
+    # For 1,024 tokens and blocks of 512: packed tokens and activations, then two stripes of one weight or the other.
+    blocks, inner_blocks = (math.ceil(weight.shape[0] * 4 / BLOCK) for weight in (up_weight, down_weight))
+    columns = down_weight.shape[1]
+    needed = 4 * blocks + 5 * inner_blocks + max(8 * blocks, 5 * inner_blocks) + columns / 256 + 24
+    return _mx_limit(x) or _result_limit(dtype) or _sbuf_limit(needed, x.shape[-1], inner, columns)
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
@@ -239,7 +245,7 @@ def _result_limit(dtype: torch.dtype) -> str | None:
     return None if dtype == torch.bfloat16 else f"results in {dtype}; kernels compute them in torch.bfloat16"
 
 
-def _sizes_limit(width: int, widest: int, columns: int, most: int) -> str | None:
-    if width > widest or columns > most:
-        return f"widths {width} and {columns}, at most {widest} and {most}"
+def _sbuf_limit(kib: float, *widths: int) -> str | None:
+    if kib > SBUF_KIB:
+        return f"widths {', '.join(map(str, widths))} need {kib:.0f} KiB of SBUF per partition, at most {SBUF_KIB}"
     return None
