@@ -41,7 +41,9 @@ _COLLECTIVES = {
     "omni_neuron.collective_permute": 2,
 }
 _REDUCTIONS = ("sum", "max")
-_OTHER_OPS = frozenset({"_c10d_functional.wait_tensor"})
+_OTHER_OPS = frozenset(
+    {"_c10d_functional.wait_tensor", "prims.convert_element_type", "prims.iota", "prims.sqrt", "prims.squeeze"}
+)
 KERNEL_NAMESPACE = "omni_neuron_kernels"
 
 _FORBIDDEN_DTYPES = {

@@ -6,9 +6,11 @@ usage: lower_child.py INPUT OUTPUT MEMORY_LIMIT_BYTES
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
+import struct
 import sys
 from pathlib import Path
 
@@ -25,12 +27,13 @@ _LOADS_TORCH_C = (
 )
 
 _CONSTANT = re.compile(r"^ *(%\w+) = stablehlo\.constant dense<(.+)> : tensor<([\dx]*)(f64|i64)>$")
-_CONVERSION = re.compile(
-    r"^( *(%\w+)) = stablehlo\.convert (%\w+) : \(tensor<([\dx]*)(?:f64|i64)>\) -> tensor<\4(f64|f32|bf16|f16)>$"
+_DERIVED = re.compile(
+    r"^( *(%\w+)) = stablehlo\.(?:convert|reshape) (%\w+) : (?:\(tensor<[\dx]*(?:f64|i64)>\) -> )?"
+    r"tensor<([\dx]*)(f64|f32|bf16|f16)>$"
 )
 _WHOLE = re.compile(r"-?\d+")
-# A list of values is left alone, as is a hexadecimal one, whose digits are those of the wider type.
-_DECIMAL = re.compile(r"[-+\d.eE]+")
+_SCALAR = re.compile(r"[-+\d.eE]+|0x[0-9A-F]{16}")  # not a list of values
+_INFINITY = {"f64": "7FF0000000000000", "f32": "7F800000", "bf16": "7F80", "f16": "7C00"}
 
 
 def main() -> None:
@@ -72,21 +75,31 @@ def tidy(text: str) -> str:
     constants: dict[str, str] = {}
     converted = []
     for line in lines:
-        constant, conversion = _CONSTANT.match(line), _CONVERSION.match(line)
-        if constant and _DECIMAL.fullmatch(constant[2]):
+        constant, derived = _CONSTANT.match(line), _DERIVED.match(line)
+        if constant and _SCALAR.fullmatch(constant[2]):
             constants[constant[1]] = constant[2]
-        elif conversion and conversion[3] in constants:
-            value = constants[conversion[3]]
-            number = f"{value}.0" if _WHOLE.fullmatch(value) else value
-            if conversion[5] == "f64":  # on its way from a whole number to the dtype that is wanted
-                constants[conversion[2]] = number
-            line = f"{conversion[1]} = stablehlo.constant dense<{number}> : tensor<{conversion[4]}{conversion[5]}>"
+        elif derived and derived[3] in constants:
+            number = _literal(constants[derived[3]], derived[5])
+            if derived[5] == "f64":  # on its way to the dtype that is wanted
+                constants[derived[2]] = number
+            line = f"{derived[1]} = stablehlo.constant dense<{number}> : tensor<{derived[4]}{derived[5]}>"
         converted.append(line)
     used = set()
     for line in converted:
         used.update(re.findall(r"%\w+", line.partition(" = ")[2] if " = " in line else line))
     kept = [line for line in converted if not ((match := _CONSTANT.match(line)) and match[1] not in used)]
     return "\n".join(kept) + "\n"
+
+
+def _literal(value: str, dtype: str) -> str:
+    """A float64 or int64 literal as one of `dtype`."""
+    if not value.startswith("0x"):
+        return f"{value}.0" if _WHOLE.fullmatch(value) else value
+    [number] = struct.unpack(">d", bytes.fromhex(value[2:]))
+    if math.isinf(number):
+        bits = int(_INFINITY[dtype], 16) | (number < 0) << 4 * len(_INFINITY[dtype]) - 1
+        return f"0x{bits:0{len(_INFINITY[dtype])}X}"
+    return f"{number:.17e}"
 
 
 if __name__ == "__main__":
