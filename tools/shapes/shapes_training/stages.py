@@ -25,7 +25,16 @@ from .budget import Budget
 from .dit import Share, TrainingSet, expert_step, make_expert, shares, widen_for_conditions
 from .loop import Loop, generators, save_atomically
 from .text import NOTHING, caption_variants, embed, make_text_encoder, make_tokenizer, train_text_encoder
-from .vae import clip_batch, decode, encode, half_precision, make_vae, optimizer_groups, reconstruction_loss
+from .vae import (
+    calibrate_latents,
+    clip_batch,
+    decode,
+    encode,
+    half_precision,
+    make_vae,
+    optimizer_groups,
+    reconstruction_loss,
+)
 
 KL_WEIGHT = 1e-3
 DECODER_NOISE = 0.15  # spread of the noise that the decoder is polished under, in latents of spread 1
@@ -71,6 +80,7 @@ def train_vae(budget: Budget, work: Path) -> dict[str, torch.Tensor]:
     """Encoder and decoder: first on crops, where the shape fills more of the picture, then on whole clips."""
     torch.manual_seed(budget.seed)
     vae = make_vae(budget)
+    calibrate_latents(vae, clip_batch(budget, "calibration", 0, 8, crop=False))
 
     def step(index: int) -> dict[str, torch.Tensor]:
         crop = index < budget.vae_crop_steps
@@ -126,7 +136,7 @@ def _training_clips(budget: Budget) -> Iterator[torch.Tensor]:
 @torch.no_grad()
 def _encode_means(vae: AutoencoderKLWan, clips: torch.Tensor) -> torch.Tensor:
     # A few at a time: a single clip would take torch's slow convolution for few channels.
-    return torch.cat([encode(vae, part)[0] for part in clips.split(5)])
+    return torch.cat([encode(vae, part)[0] for part in clips.split(4)])
 
 
 def _normalised(latents: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
