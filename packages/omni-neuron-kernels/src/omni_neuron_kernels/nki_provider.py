@@ -126,7 +126,10 @@ def _width_limit(tensor: torch.Tensor, limit: int) -> str | None:
 
 
 def _either(place: Refusal, limits: Refusal, *tensors: Any, **options: Any) -> str | None:
-    """What holds for every kernel, then where it would run, then the kernel's own limits."""
+    """Where it would run, which refuses all calls on a CPU, what holds for every kernel, and the kernel's own limits."""
+    elsewhere = place(tensors[0].device.type)
+    if elsewhere is not None:
+        return elsewhere
     if env.get("VLLM_NEURON_DISABLE_NKI_KERNELS"):
         return "VLLM_NEURON_DISABLE_NKI_KERNELS=1"
     given = [value for value in (*tensors, *options.values()) if isinstance(value, torch.Tensor)]
@@ -134,19 +137,19 @@ def _either(place: Refusal, limits: Refusal, *tensors: Any, **options: Any) -> s
         return "a gradient is recorded, and the kernels have no backward"
     if any(tensor.numel() == 0 for tensor in given):
         return "a tensor without elements"
-    return place(given) or limits(*tensors, **options)
+    devices = sorted({tensor.device.type for tensor in given})
+    return f"tensors on {' and '.join(devices)}" if len(devices) > 1 else limits(*tensors, **options)
 
 
-def _not_on_device(given: list[torch.Tensor]) -> str | None:
-    elsewhere = sorted({tensor.device.type for tensor in given} - {"neuron"})
-    if elsewhere:
-        return f"tensors on {', '.join(elsewhere)}, not on a Neuron device"
+def _not_on_device(device: str) -> str | None:
+    if device != "neuron":
+        return f"tensors on {device}, not on a Neuron device"
     target = platform_target()
     return None if target in TARGETS else f"platform target {target}; the kernels need {' or '.join(TARGETS)}"
 
 
-def _not_in_simulator(given: list[torch.Tensor]) -> str | None:
-    if any(tensor.device.type != "cpu" for tensor in given):
+def _not_in_simulator(device: str) -> str | None:
+    if device != "cpu":
         return "the simulator takes CPU tensors"
     # Asked by the variable, it is imported here, which switches it on; by a call of install(), it is already there.
     if env.get("OMNI_NEURON_NKISIM") and importlib.util.find_spec("omni_neuron_nkisim") is not None:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops in plain torch, in float32 (float64 for float64 inputs). They refuse nothing."""
+"""The ops in plain torch, as fused as torch has them. They refuse nothing.
+
+Norms are computed in float32 (float64 for float64 inputs), products in the dtype of their inputs, whose sums torch keeps
+in float32.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +38,15 @@ def adaln_modulate(
     """See `ops.adaln_modulate`."""
     updated = hidden
     if branch is not None and gate is not None:
-        updated = (_wide(hidden) + _wide(gate)[:, None] * _wide(branch)).to(hidden.dtype)
-    normal = F.layer_norm(_wide(updated), (hidden.shape[-1],), eps=epsilon)
-    return (normal * (1 + _wide(scale))[:, None] + _wide(shift)[:, None]).to(hidden.dtype), updated
+        updated = torch.addcmul(_wide(hidden), _wide(branch), _wide(gate)[:, None]).to(hidden.dtype)
+    wide, size = _wide(updated), (hidden.shape[-1],)
+    factor, offset = 1 + scale.to(wide.dtype), shift.to(wide.dtype)
+    if hidden.shape[0] == 1 or (scale.stride(0) == 0 and shift.stride(0) == 0):
+        # One gain and one bias for all rows: torch's layer norm applies them in the same pass.
+        modulated = F.layer_norm(wide, size, factor[0], offset[0], epsilon)
+    else:
+        modulated = torch.addcmul(offset[:, None], F.layer_norm(wide, size, eps=epsilon), factor[:, None])
+    return modulated.to(hidden.dtype), updated
 
 
 def mlp(
@@ -47,22 +57,22 @@ def mlp(
     down_bias: torch.Tensor,
 ) -> torch.Tensor:
     """See `ops.mlp`."""
-    inner = F.gelu(_wide(x) @ _wide(up_weight) + _wide(up_bias), approximate="tanh")
-    return (inner @ _wide(down_weight) + _wide(down_bias)).to(x.dtype)
+    inner = F.gelu(F.linear(x, up_weight.t(), up_bias), approximate="tanh")
+    return F.linear(inner, down_weight.t(), down_bias)
 
 
 def gated_mlp(
     x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, *, activation: str
 ) -> torch.Tensor:
     """See `ops.gated_mlp`."""
-    gate = _wide(x) @ _wide(gate_weight)
+    gate = F.linear(x, gate_weight.t())
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return ((gate * (_wide(x) @ _wide(up_weight))) @ _wide(down_weight)).to(x.dtype)
+    return F.linear(gate * F.linear(x, up_weight.t()), down_weight.t())
 
 
 def output_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """See `ops.output_projection`."""
-    return (_wide(x) @ _wide(weight) + _wide(bias)).to(x.dtype)
+    return F.linear(x, weight.t(), bias)
 
 
 def _never(*tensors: Any, **options: Any) -> None:
