@@ -126,7 +126,7 @@ def _width_limit(tensor: torch.Tensor, limit: int) -> str | None:
 
 
 def _either(place: Refusal, limits: Refusal, *tensors: Any, **options: Any) -> str | None:
-    """Where it would run, which refuses all calls on a CPU, what holds for every kernel, and the kernel's own limits."""
+    """The place, which refuses every call on a CPU, then what holds for every kernel, then the kernel's own limits."""
     elsewhere = place(tensors[0].device.type)
     if elsewhere is not None:
         return elsewhere

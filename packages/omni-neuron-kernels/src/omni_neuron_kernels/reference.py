@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops in plain torch, as fused as torch has them. They refuse nothing.
 
-Norms are computed in float32 (float64 for float64 inputs), products in the dtype of their inputs, whose sums torch keeps
+Norms are computed in float32 (float64 for float64 inputs), products in the dtype of their inputs; torch keeps the sums
 in float32.
 """
 
