@@ -1,36 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding over three axes (frame, row, column).
-
-No graph that is compiled holds a complex number: Neuron has none.
-"""
+"""Rotary position embedding over three axes (frame, row, column): the tables. `qkv_projection` rotates by them."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-
-
-def apply_rotary_emb_wan(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate interleaved pairs of channels.
-
-    (x₀, x₁) → (x₀ cos − x₁ sin, x₀ sin + x₁ cos), Su et al. 2021, eq. 34.
-
-    Args:
-        hidden: `[B, S, N, D]`.
-        cos: `[1, S, 1, D / 2]` float32, one value a pair.
-        sin: like `cos`.
-
-    Returns:
-        `[B, S, N, D]` in the dtype of `hidden`; the arithmetic is float32.
-    """
-    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
-        # The same products as one complex multiplication, which is vectorised; every second channel is not. 8 × faster.
-        rotation = torch.complex(cos, sin)
-        pairs = torch.view_as_complex(hidden.float().unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * rotation).flatten(-2).to(hidden.dtype)
-    even, odd = hidden.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return rotated.flatten(-2).to(hidden.dtype)
 
 
 class WanRotaryPosEmbed(nn.Module):

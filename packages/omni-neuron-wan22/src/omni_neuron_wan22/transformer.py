@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_neuron_kernels import adaln_modulate, flash_attention, mlp, output_projection, qkv_projection, rms_norm
 from omni_neuron_parallel import (
     AxisGroup,
     ColumnParallelLinear,
@@ -26,11 +27,10 @@ from omni_neuron_parallel import (
     context_attention,
     get_group,
     group_place,
-    rms_norm_across_heads,
 )
 from omni_neuron_runtime import SafetensorsWeightLoader, set_weight_loader
 from omni_neuron_wan22.config import WanConfig
-from omni_neuron_wan22.rope import WanRotaryPosEmbed, apply_rotary_emb_wan
+from omni_neuron_wan22.rope import WanRotaryPosEmbed
 
 
 class CrossAttentionKV(NamedTuple):
@@ -82,28 +82,73 @@ def _float32_parameter(*shape: int) -> nn.Parameter:
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attention of `[B, N, S, D]` on `[B, N, L, D]`, scores plus `bias` `[1, 1, 1, L]`, as `[B, S, N · D]`."""
-    if bias is not None:
-        bias = bias.to(query.dtype).expand(1, 1, query.shape[2], -1)
+    """Attention of `[B, S, N, D]` on `[B, N, L, D]`, scores plus `bias` `[1, 1, 1, L]`, as `[B, S, N · D]`."""
+    if bias is None:
+        return flash_attention(query, key.transpose(1, 2), value.transpose(1, 2)).flatten(2)
+    query, bias = query.transpose(1, 2), bias.to(query.dtype).expand(1, 1, query.shape[1], -1)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2).flatten(2)
 
 
-class FP32LayerNorm(nn.Module):
-    """Layer norm over the last dim, computed and returned in float32; with a gain and a bias if `affine`."""
+class WanAdaLayerNorm(nn.Module):
+    """Layer norm over the last dim, scaled and shifted by the timestep; float32 inside, in and out in one dtype."""
 
-    def __init__(self, size: int, eps: float, *, affine: bool = False):
+    def __init__(self, eps: float):
         super().__init__()
-        self.size, self.eps = size, eps
-        self.weight = _float32_parameter(size) if affine else None
-        self.bias = _float32_parameter(size) if affine else None
+        self.eps = eps
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """`[B, S, F]` and `[B, F]` twice to LayerNorm(hidden) · (1 + scale) + shift."""
+        return adaln_modulate(hidden, scale, shift, epsilon=self.eps)[0]
+
+
+class WanGatedResidual(nn.Module):
+    """hidden + gate · branch, and its layer norm with a gain and a bias, or itself without `norm`; float32 inside."""
+
+    def __init__(self, size: int, eps: float, *, norm: bool):
+        super().__init__()
+        self.eps = eps
+        self.weight = _float32_parameter(size) if norm else None
+        self.bias = _float32_parameter(size) if norm else None
+
+    def forward(
+        self, hidden: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[B, S, F]` twice and `[B, F]` to the normalised and the plain sum, both of hidden's dtype."""
+        if self.weight is None or self.bias is None:
+            updated = _add_gated(hidden, branch, gate)
+            return updated, updated
+        scale, shift = (self.weight - 1).expand_as(gate), self.bias.expand_as(gate)
+        return adaln_modulate(hidden, scale, shift, branch=branch, gate=gate, epsilon=self.eps)
+
+
+def _add_gated(hidden: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return torch.addcmul(hidden.float(), branch.float(), gate[:, None]).to(hidden.dtype)
+
+
+class WanHeadNorm(DistributedRMSNorm):
+    """`DistributedRMSNorm`, by the kernel of one rank where there is one."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        return F.layer_norm(hidden.float(), (self.size,), self.weight, self.bias, self.eps)
+        if self.group.size > 1:
+            return super().forward(hidden)
+        return rms_norm(hidden, self.weight, epsilon=self.eps)
 
 
-def _modulate(normalised: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    return torch.addcmul(shift, normalised, 1 + scale)
+class WanOutputProjection(RowParallelLinear):
+    """`RowParallelLinear` with a bias, by a kernel."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        assert self.bias is not None
+        return _sum_over_ranks(self, output_projection(hidden, self.weight.t(), self.bias))
+
+
+def _sum_over_ranks(layer: RowParallelLinear, partial: torch.Tensor) -> torch.Tensor:
+    """What `layer` does with its product: the sum over TP, whole or this rank's tokens of it."""
+    if layer.sequence_parallel:
+        return SequenceParallel(partial.shape[-2], layer.group).reduce_scatter(partial, dim=-2)
+    return layer.group.all_reduce(partial)
 
 
 class WanSelfAttention(nn.Module):
@@ -129,11 +174,12 @@ class WanSelfAttention(nn.Module):
         self.context_group = context_group or get_group("cp")
         # A ring of one rank would be plain attention in a slower way.
         self.context_method: ContextMethod = context_method if self.context_group.size > 1 else "auto"
-        self.head_dim, self.hidden_size, self.eps = head_dim, num_heads * head_dim, eps
+        self.num_heads, self.head_dim, self.eps = num_heads // self.group.size, head_dim, eps
+        inner = num_heads * head_dim
         self.qkv = QKVParallelLinear(dim, num_heads, head_dim, group=self.group)
-        self.norm_q = DistributedRMSNorm(self.hidden_size, eps, group=self.group)
-        self.norm_k = DistributedRMSNorm(self.hidden_size, eps, group=self.group)
-        self.o = RowParallelLinear(self.hidden_size, dim, group=self.group, sequence_parallel=sequence_parallel)
+        self.norm_q = DistributedRMSNorm(inner, eps, group=self.group)
+        self.norm_k = DistributedRMSNorm(inner, eps, group=self.group)
+        self.o = WanOutputProjection(inner, dim, group=self.group, sequence_parallel=sequence_parallel)
 
     def forward(
         self, hidden: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor], kv_length: int | None = None
@@ -145,11 +191,20 @@ class WanSelfAttention(nn.Module):
             rotary_emb: the tables of `WanRotaryPosEmbed` for these tokens.
             kv_length: S, where pads follow it; None for no pads.
         """
-        query, key, value = self.qkv(hidden)
-        gains = [self.norm_q.weight, self.norm_k.weight]
-        query, key = rms_norm_across_heads([query, key], gains, self.hidden_size, self.eps, self.group)
-        query, key, value = (tensor.unflatten(2, (-1, self.head_dim)) for tensor in (query, key, value))
-        query, key = (apply_rotary_emb_wan(tensor, *rotary_emb) for tensor in (query, key))
+        cos, sin = (table[0, :, 0] for table in rotary_emb)
+        query, key, value = qkv_projection(
+            hidden,
+            self.qkv.weight.t(),
+            self.qkv.bias,
+            heads=(self.num_heads, self.num_heads),
+            head_dim=self.head_dim,
+            query_gain=self.norm_q.weight,
+            key_gain=self.norm_k.weight,
+            rotation=(cos, sin),
+            epsilon=self.eps,
+            ranks=self.group.size,
+            all_reduce=self.group.all_reduce,
+        )
         attended = context_attention(
             query, key, value, group=self.context_group, kv_length=kv_length, method=self.context_method
         )
@@ -180,14 +235,14 @@ class WanCrossAttention(nn.Module):
         self.q = ColumnParallelLinear(dim, inner, group=group)
         self.k = ColumnParallelLinear(dim, inner, group=group)
         self.v = ColumnParallelLinear(dim, inner, group=group)
-        self.norm_q = DistributedRMSNorm(inner, eps, group=group)
-        self.norm_k = DistributedRMSNorm(inner, eps, group=group)
-        self.o = RowParallelLinear(inner, dim, group=group, sequence_parallel=sequence_parallel)
+        self.norm_q = WanHeadNorm(inner, eps, group=group)
+        self.norm_k = WanHeadNorm(inner, eps, group=group)
+        self.o = WanOutputProjection(inner, dim, group=group, sequence_parallel=sequence_parallel)
 
     def project_kv(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, N / tp, L, D]` of the embedded text `context` `[B, L, hidden]`."""
         key, value = self._heads(self.norm_k(self.k(context))), self._heads(self.v(context))
-        return key.contiguous(), value.contiguous()
+        return key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
 
     def forward(
         self,
@@ -200,7 +255,7 @@ class WanCrossAttention(nn.Module):
         return self.o(_attend(query, *key_value, bias))
 
     def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        return tensor.unflatten(2, (-1, self.head_dim))
 
 
 class WanFeedForward(nn.Module):
@@ -213,7 +268,9 @@ class WanFeedForward(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[B, S_cp, dim]` to `[B, S_tp, dim]`."""
-        return self.down(F.gelu(self.up(hidden), approximate="tanh"))
+        up, down = self.up, self.down
+        assert up.bias is not None and down.bias is not None
+        return _sum_over_ranks(down, mlp(hidden, up.weight.t(), up.bias, down.weight.t(), down.bias))
 
 
 class WanTransformerBlock(nn.Module):
@@ -232,7 +289,7 @@ class WanTransformerBlock(nn.Module):
         group = group or get_group("tp")
         self.sequence_group = group if sequence_parallel else AxisGroup("tp")
         dim, heads, head_dim = config.hidden_size, config.num_attention_heads, config.attention_head_dim
-        self.norm1 = FP32LayerNorm(dim, config.eps)
+        self.norm1 = WanAdaLayerNorm(config.eps)
         self.attn1 = WanSelfAttention(
             dim,
             heads,
@@ -243,11 +300,11 @@ class WanTransformerBlock(nn.Module):
             sequence_parallel=sequence_parallel,
             context_method=context_method,
         )
-        self.norm2 = FP32LayerNorm(dim, config.eps, affine=True) if config.cross_attn_norm else nn.Identity()
+        self.norm2 = WanGatedResidual(dim, config.eps, norm=config.cross_attn_norm)
         self.attn2 = WanCrossAttention(
             dim, heads, head_dim, config.eps, group=group, sequence_parallel=sequence_parallel
         )
-        self.norm3 = FP32LayerNorm(dim, config.eps)
+        self.norm3 = WanAdaLayerNorm(config.eps)
         self.ffn = WanFeedForward(dim, config.ffn_dim, group=group, sequence_parallel=sequence_parallel)
         self.scale_shift_table = _float32_parameter(1, 6, dim)
 
@@ -270,19 +327,14 @@ class WanTransformerBlock(nn.Module):
             cross_attention_bias: the bias that goes with it.
             kv_length: S, where pads follow it; None for no pads.
         """
-        dtype = hidden.dtype
         sequence = SequenceParallel(rotary_emb[0].shape[1], self.sequence_group)
-        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.scale_shift_table + temb.float()).unbind(1)
 
-        normalised = sequence.gather(_modulate(self.norm1(hidden), scale, shift).to(dtype))
-        attended = self.attn1(normalised, rotary_emb, kv_length)
-        hidden = torch.addcmul(hidden.float(), attended.float(), gate).to(dtype)
-
-        normalised = sequence.gather(self.norm2(hidden).to(dtype))
-        hidden = hidden + self.attn2(normalised, cross_attention_kv, cross_attention_bias)
-
-        fed = self.ffn(sequence.gather(_modulate(self.norm3(hidden), ffn_scale, ffn_shift).to(dtype)))
-        return torch.addcmul(hidden.float(), fed.float(), ffn_gate).to(dtype)
+        attended = self.attn1(sequence.gather(self.norm1(hidden, scale, shift)), rotary_emb, kv_length)
+        normalised, hidden = self.norm2(hidden, attended, gate)
+        hidden = hidden + self.attn2(sequence.gather(normalised), cross_attention_kv, cross_attention_bias)
+        fed = self.ffn(sequence.gather(self.norm3(hidden, ffn_scale, ffn_shift)))
+        return _add_gated(hidden, fed, ffn_gate)
 
 
 class _Mlp(nn.Module):
@@ -398,7 +450,7 @@ class WanTransformer3DModel(nn.Module):
             )
             for _ in range(config.num_layers)
         )
-        self.norm_out = FP32LayerNorm(config.hidden_size, config.eps)
+        self.norm_out = WanAdaLayerNorm(config.eps)
         self.proj_out = nn.Linear(config.hidden_size, config.out_channels * config.patch_volume)
         self.scale_shift_table = _float32_parameter(1, 2, config.hidden_size)
         self.requires_grad_(False)
@@ -468,8 +520,8 @@ class WanTransformer3DModel(nn.Module):
         for block, key_value in zip(self._blocks(), pairs, strict=True):
             hidden = block(hidden, timestep_proj, (cos, sin), key_value, bias, length)
 
-        shift, scale = (self.scale_shift_table + temb.float().unsqueeze(1)).chunk(2, dim=1)
-        projected = self.proj_out(_modulate(self.norm_out(hidden), scale, shift).to(self.dtype))
+        shift, scale = (self.scale_shift_table + temb.float().unsqueeze(1)).unbind(1)
+        projected = self.proj_out(self.norm_out(hidden, scale, shift))
         projected = context.gather(sequence.gather(projected), 1, self.context_group)
         return TransformerOutput(self._unpatchify(projected, hidden_states.shape))
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_neuron_kernels import causal_conv3d, flash_attention
 from omni_neuron_parallel import AxisGroup, TilePlan, run_tiles
 from omni_neuron_wan22.config import VaeConfig, WanConfigError
 
@@ -30,13 +31,16 @@ class FeatureCache:
         self._past: Iterator[torch.Tensor] = iter(past)
         self.future: list[torch.Tensor] = []
 
-    def extend(self, frames: torch.Tensor) -> torch.Tensor:
-        """`[B, C, T, H, W]` with its two past frames before it; its own last two become the next call's past."""
-        extended = torch.cat([next(self._past), frames], dim=2)
-        # Contiguous, as the first chunk's zeros are: other strides are another graph to a compiler, and a view would
-        # keep all of `extended`.
-        self.future.append(extended[:, :, -CACHED_FRAMES:].contiguous())
-        return extended
+    def exchange(self, frames: torch.Tensor) -> torch.Tensor:
+        """The two frames before `frames` `[B, C, T, H, W]`, of which the last two become the next call's past."""
+        past = next(self._past)
+        if frames.shape[2] < CACHED_FRAMES:
+            self.future.append(torch.cat([past[:, :, frames.shape[2] :], frames], dim=2))
+        else:
+            # Contiguous, as the first chunk's zeros are: other strides are another graph to a compiler, and a view
+            # would keep all of `frames`.
+            self.future.append(frames[:, :, -CACHED_FRAMES:].contiguous())
+        return past
 
     def skip(self) -> None:
         """Hand one past on unused: the first chunk does not reach the temporal upsampling."""
@@ -52,7 +56,10 @@ class WanCausalConv3d(nn.Conv3d):
 
     def forward(self, frames: torch.Tensor, cache: FeatureCache | None = None) -> torch.Tensor:
         """`[B, C, T, H, W]` to `[B, C', T, H, W]`; kernels of more than one frame need the cache."""
-        return super().forward(frames if cache is None else cache.extend(frames))
+        past = None if cache is None else cache.exchange(frames)
+        padding = (0, self.kernel_size[1] // 2, self.kernel_size[2] // 2)
+        assert self.bias is not None
+        return causal_conv3d(frames, self.weight, self.bias, padding=padding, past=past)
 
 
 class WanRMSNorm(nn.Module):
@@ -101,9 +108,9 @@ class WanAttentionBlock(nn.Module):
         """`[B, C, T, H, W]` to the same."""
         b, c, t, h, w = frames.shape
         images = frames.transpose(1, 2).reshape(b * t, c, h, w)
-        query, key, value = self.to_qkv(self.norm(images)).flatten(2).transpose(1, 2).unsqueeze(1).chunk(3, dim=-1)
-        attended = F.scaled_dot_product_attention(query, key, value)
-        images = self.proj(attended.squeeze(1).transpose(1, 2).reshape(b * t, c, h, w))
+        query, key, value = self.to_qkv(self.norm(images)).flatten(2).transpose(1, 2).unsqueeze(2).chunk(3, dim=-1)
+        attended = flash_attention(query, key, value)
+        images = self.proj(attended.squeeze(2).transpose(1, 2).reshape(b * t, c, h, w))
         return images.view(b, t, c, h, w).transpose(1, 2) + frames
 
 
