@@ -311,7 +311,7 @@ class ArtifactCache:
         total = sum(entry["bytes"] for entry in entries)
         for entry in reversed(entries):
             if total <= self.max_bytes:
-                return
+                break
             if entry["key"] != keep:
                 logger.info("the compile cache is over its limit: %s (%s) goes", entry["name"], entry["key"][:12])
                 shutil.rmtree(self.root / "modules" / entry["key"], ignore_errors=True)

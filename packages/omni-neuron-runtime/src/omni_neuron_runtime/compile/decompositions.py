@@ -18,7 +18,6 @@ _FURTHER = (
     _aten.addmm,
     _aten.squeeze.dims,
     _aten._adaptive_avg_pool2d,
-    _aten.full,
     _aten.logsumexp,
     _aten._softmax,
     _aten._log_softmax,
@@ -51,6 +50,7 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
             _aten.var_mean.correction: _var_mean,
             _aten.slice_scatter.default: _slice_scatter,
             _aten.empty_permuted.default: _empty_permuted,
+            _aten.empty_strided.default: _empty_permuted,
             _aten.roll.default: _roll,
         }
     )
@@ -114,7 +114,7 @@ def _slice_scatter(
     return torch.where(named.view([-1] + [1] * (tensor.dim() - 1 - dim)), rows, tensor)
 
 
-def _empty_permuted(size: Sequence[int], physical_layout: Sequence[int], **options: Any) -> torch.Tensor:
+def _empty_permuted(size: Sequence[int], order: Sequence[int], **options: Any) -> torch.Tensor:
     return torch.full(size, 0, **{name: options.get(name) for name in ("dtype", "device")})
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 
 import torch
@@ -121,12 +122,12 @@ def _check_values(node: fx.Node, name: str) -> None:
 
 
 def _dynamic(node: fx.Node, name: str) -> CompileError:
-    return node_error(
-        name,
-        node,
-        f"has a dynamic shape ({node.meta.get('val')})",
-        "compile with dynamic=False and give every request of one shape the same sizes",
-    )
+    shape = str(node.meta.get("val"))
+    if re.search(r"\bu\d+\b", shape):  # torch's name of a size that only running the graph can tell
+        advice = "its shape depends on data: use torch.where or a mask of fixed shape"
+    else:
+        advice = "compile with dynamic=False and give every request of one shape the same sizes"
+    return node_error(name, node, f"has a dynamic shape ({shape})", advice)
 
 
 def _check_target(node: fx.Node, name: str) -> None:

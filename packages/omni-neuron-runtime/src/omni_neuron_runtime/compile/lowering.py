@@ -109,7 +109,8 @@ def lower(text: str, name: str, *, memory_bytes: int | None = None, seconds: flo
 def _failure(name: str, done: subprocess.CompletedProcess[str], limit: int, text: str) -> str:
     said = done.stderr.strip()
     killed = -done.returncode if done.returncode < 0 else 0
-    if "bad_alloc" in said or "MemoryError" in said or "memory" in said or killed in (signal.SIGKILL, signal.SIGABRT):
+    starved = any(word in said for word in ("bad_alloc", "MemoryError", "memory", "failed to map segment"))
+    if starved or killed in (signal.SIGKILL, signal.SIGABRT):
         return (
             f"{name}: the lowering took more than {limit / 2**30:.1f} GiB of address space "
             f"(OMNI_NEURON_COMPILE_MEMORY_GB) and was ended; give it more, or look for an operation that torch-mlir "
