@@ -49,20 +49,47 @@ def make_vae(budget: Budget) -> AutoencoderKLWan:
 
 @torch.no_grad()
 def _initialise(vae: AutoencoderKLWan) -> None:
-    """Convolutions keep the spread of what they are given, and residual branches start at zero.
+    """Start as a plain scaling down and up of the three colour planes, beside random features.
 
-    The fresh network is then a few linear steps deep. With torch's own initial values it predicts the ground alone for
-    its first 250 steps; with these it sees the shape after 70.
+    Residual branches start at zero, and the first three channels of every other convolution copy, average or repeat the
+    first three of its input. So blurred colours come through from the first step. With torch's own initial values the
+    network is 25 layers deep and predicts the ground alone for its first 250 steps.
     """
+    planes = range(3)
     for module in vae.modules():
         if isinstance(module, (nn.Conv2d, nn.Conv3d)):
             nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
             nn.init.zeros_(module.bias)
+            module.weight[:3] = 0
+            for plane in planes:
+                # Causal: the last of three taps in time is the present.
+                module.weight[plane, plane].view(-1, *module.kernel_size[-2:])[-1].copy_(_middle(module.kernel_size))
     for module in vae.modules():
         if isinstance(module, WanResidualBlock):
             nn.init.zeros_(module.conv2.weight)
         elif isinstance(module, WanAttentionBlock):
             nn.init.zeros_(module.proj.weight)
+        elif isinstance(module, WanResample):
+            spatial = module.resample[1].weight
+            for plane in planes:
+                if module.mode.startswith("downsample"):
+                    spatial[plane, plane] = torch.tensor([[0.25, 0.25, 0.0], [0.25, 0.25, 0.0], [0.0, 0.0, 0.0]])
+                else:
+                    smooth = torch.tensor([0.25, 0.5, 0.25])
+                    spatial[plane, plane] = smooth[:, None] * smooth
+                if module.mode == "downsample3d":
+                    module.time_conv.weight[plane, plane, :, 0, 0] = torch.tensor([0.0, 0.5, 0.5])
+                elif module.mode == "upsample3d":
+                    second = module.dim + plane  # the second of the two frames that each becomes
+                    module.time_conv.weight[second] = 0
+                    module.time_conv.weight[second, plane, -1] = 1
+
+
+def _middle(kernel_size: tuple[int, ...]) -> torch.Tensor:
+    """A kernel over height and width with one in its middle."""
+    kernel = torch.zeros(kernel_size[-2:])
+    kernel[kernel_size[-2] // 2, kernel_size[-1] // 2] = 1
+    return kernel
 
 
 @torch.no_grad()
