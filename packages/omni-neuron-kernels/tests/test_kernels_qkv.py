@@ -66,6 +66,7 @@ CASES = {
     "no rotation": (140, 70, (3, 3), 5, True, False),
     "neither": (129, 128, (3, 3), 5, False, False),
     "queries": (140, 70, (6, 0), 10, True, False),
+    "several pieces of a row": (130, 1100, (1, 1), 4, True, True),
     "keys and values": (140, 70, (0, 6), 10, True, False),
 }
 
@@ -226,6 +227,9 @@ def test_outside_a_limit_torch_runs_and_says_why(name):
     [
         ((X[0], W, None), {}, r"\[B, S, H\]"),
         ((X, W, None), {"heads": (0, 0)}, "at least 1"),
+        ((X, W, None), {"head_dim": 0}, "head_dim = 0; valid"),
+        ((X, W, None), {"ranks": 0}, "ranks = 0; valid"),
+        ((X, W, None), {"rotation": (torch.zeros(2, 2),)}, "1 tables; valid are two"),
         ((X, W[:, :3], None), {}, "weight has shape"),
         ((X, W, torch.zeros(3)), {}, "bias has shape"),
         ((X, W, None), {"query_gain": torch.zeros(4)}, "go together"),

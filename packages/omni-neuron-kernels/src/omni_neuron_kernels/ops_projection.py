@@ -83,6 +83,9 @@ def check_qkv(
     """
     if x.dim() != 3:
         raise ValueError(f"x has shape {tuple(x.shape)}; valid is [B, S, H]")
+    for name, value in (("head_dim", head_dim), ("ranks", ranks)):
+        if value < 1:
+            raise ValueError(f"{name} = {value}; valid is 1 or more")
     if len(heads) != 2 or min(heads) < 0 or max(heads) < 1:
         raise ValueError(f"heads = {heads}; valid are (queries, keys), one of them at least 1")
     gains = [gain for gain, count in ((query_gain, heads[0]), (key_gain, heads[1])) if count]
@@ -91,10 +94,13 @@ def check_qkv(
     for name, gain, count in (("query_gain", query_gain, heads[0]), ("key_gain", key_gain, heads[1])):
         if gain is not None:
             expect_shape(name, gain, (count * head_dim,))
-    for name, table in zip(("cosines", "sines"), rotation or (), strict=False):
+    if rotation is not None:
+        if len(rotation) != 2:
+            raise ValueError(f"rotation has {len(rotation)} tables; valid are two, cosines and sines")
         if head_dim % 2:
             raise ValueError(f"head_dim = {head_dim}: a rotation takes pairs of channels, an even number")
-        expect_shape(f"rotation's {name}", table, (x.shape[1], head_dim // 2))
+        for name, table in zip(("cosines", "sines"), rotation, strict=True):
+            expect_shape(f"rotation's {name}", table, (x.shape[1], head_dim // 2))
     normalised = gains[0] is not None
     if normalised and ranks > 1 and all_reduce is None:
         raise ValueError(f"ranks = {ranks} with gains: the norm over all heads needs all_reduce")
