@@ -161,18 +161,19 @@ def check(result, exact, emulated, quantised):
     assert error(result, exact) < 1.05 * error(emulated, exact)
 
 
-@pytest.mark.parametrize(("rows", "width", "columns"), [(140, 640, 600), (3, 100, 7), (1, 128, 512)])
-def test_output_projection(rows, width, columns, trn3):
+def check_output_projection(rows, width, columns):
     x, (weight, data, scale), bias = random(1, rows, width).bfloat16(), fp8_linear(width, columns, 1), random(columns)
     result = fp8_output_projection(x, pack_fp8_weight(data), scale, bias, native=True)
     exact = x.double() @ weight.double() + bias.double()
     check(result, exact, mx_rounded(x) @ (data.double() * scale.double()) + bias.double(), True)
 
 
-@pytest.mark.parametrize(
-    ("rows", "width", "inner", "columns"), [(140, 256, 640, 600), (3, 100, 128, 7), (1100, 128, 128, 8)]
-)
-def test_mlp(rows, width, inner, columns, trn3):
+@pytest.mark.parametrize(("rows", "width", "columns"), [(140, 640, 600), (3, 100, 7), (1, 128, 512)])
+def test_output_projection(rows, width, columns, trn3):
+    check_output_projection(rows, width, columns)
+
+
+def check_mlp(rows, width, inner, columns):
     x, biases = random(rows, width), (random(inner, seed=5), random(columns, seed=6))
     up, down = fp8_linear(width, inner, 1), fp8_linear(inner, columns, 2)
     tokens, x_scale = row_quantize(x)
@@ -183,6 +184,21 @@ def test_mlp(rows, width, inner, columns, trn3):
     hidden = (tokens.double() * x_scale.double()) @ (up[1].double() * up[2].double()) + wide[0]
     hidden = mx_rounded(F.gelu(hidden, approximate="tanh"))
     check(result, exact, hidden @ (down[1].double() * down[2].double()) + wide[1], True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "inner", "columns"), [(140, 256, 640, 600), (3, 100, 128, 7), (1100, 128, 128, 8)]
+)
+def test_mlp(rows, width, inner, columns, trn3):
+    check_mlp(rows, width, inner, columns)
+
+
+def test_several_steps_of_tokens_and_parts_of_weights(trn3, monkeypatch):
+    """Each core has three steps of tokens, and each weight comes in two parts."""
+    for name, value in {"TOKEN_TILES": 1, "UP_COLUMNS": 512, "DOWN_COLUMNS": 512}.items():
+        monkeypatch.setattr(kernels("fp8"), name, value)
+    check_output_projection(600, 128, 600)
+    check_mlp(600, 128, 640, 600)
 
 
 def qkv_case(rows, width, heads, d, norm=True, rope=True):
@@ -241,9 +257,12 @@ def test_qkv_projection(rows, width, heads, d, norm, rope, all_reduce, trn3):
 
 
 @pytest.mark.parametrize(("ranks", "lnc"), [(1, 2), (2, 2), (4, 1), (4, 2)])
-def test_the_norm_spans_the_heads_of_all_ranks(ranks, lnc, trn3):
+def test_the_norm_spans_the_heads_of_all_ranks(ranks, lnc, trn3, monkeypatch):
+    # Five tiles of tokens: a core has one step of three, or one of two and one of three, and of PSUM two at a time.
+    monkeypatch.setattr(kernels("qkv"), "TOKEN_TILES", 2)
+    monkeypatch.setattr(kernels("qkv"), "FP8_TOKEN_TILES", 3)
     heads, d, width = (4, 4), 8, 128
-    case = qkv_case(150, width, heads, d)
+    case = qkv_case(600, width, heads, d)
     _, _, data, scale, bias, gains, rotation = case
     tokens, x_scale = row_quantize(case[0])
 
@@ -288,6 +307,18 @@ def test_adaln_modulate(gated, dtype, lnc, trn3):
     same_bits(result[0], data)
 
 
+def test_operands_may_be_slices_of_larger_ones(trn3):
+    """Such as one rank's columns of a packed weight."""
+    _, data, scale = fp8_linear(128, 12, 1)
+    tokens, x_scale = row_quantize(random(1, 2, 128))
+    weight, vectors = pack_fp8_weight(data)[:, :6], torch.stack((scale[:6], random(6)), 1)
+    options = {"heads": (1, 1), "head_dim": 2, "native": True}
+    sliced = fp8_qkv_projection(tokens, x_scale, weight, vectors[:, 0], vectors[:, 1], **options)
+    copies = (weight.contiguous(), vectors[:, 0].contiguous(), vectors[:, 1].contiguous())
+    for ours, theirs in zip(sliced, fp8_qkv_projection(tokens, x_scale, *copies, **options), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def operands(width=128, columns=6):
     _, data, scale = fp8_linear(width, columns, 1)
     tokens, x_scale = row_quantize(random(1, 2, width))
@@ -306,10 +337,9 @@ def test_trn2_dequantises_unless_that_is_forbidden():
     for (name, (tensors, options)), function in zip(ops.items(), functions, strict=True):
         choice = explain(name, *tensors, **options)
         assert choice.provider == "torch"
-        if name != "fp8_mlp":
-            assert "platform target trn2; MX instructions need trn3" in choice.refusals["nki-simulator"]
-            with pytest.raises(NativeFp8Error, match=rf"{name} with native=True .*platform target trn2"):
-                function(*tensors, native=True, **options)
+        assert "platform target trn2; MX instructions need trn3" in choice.refusals["nki-simulator"]
+        with pytest.raises(NativeFp8Error, match=rf"{name} with native=True .*platform target trn2"):
+            function(*tensors, native=True, **options)
         function(*tensors, **options)
     plain = weight.view(torch.uint8).permute(0, 2, 1).reshape(128, 6).view(torch.float8_e4m3fn).float() * scale
     x = ops["fp8_output_projection"][0][0]
@@ -334,6 +364,8 @@ def test_limits_fall_back_with_a_reason(trn3):
     # Nothing is computed of these: zeros that take no memory.
     zero = torch.zeros(1, dtype=torch.float8_e4m3fn)
     wide = (zero.expand(2048, 9000, 4), torch.zeros(9000), None)
+    narrow = (zero.expand(32, 128, 4), torch.zeros(128))
+    many = (zero.expand(32, 33_000, 4), torch.zeros(33_000))
     square = (zero.expand(2048, 8192, 4), torch.zeros(8192))
     cases = [
         ("row_quantize", (torch.zeros(1, 5121),), {}, "at most 5120"),
@@ -343,6 +375,8 @@ def test_limits_fall_back_with_a_reason(trn3):
         ("adaln_modulate_fp8", (torch.zeros(1, 1, 5121), torch.zeros(1, 5121), torch.zeros(1, 5121)), {}, "5120"),
         ("fp8_output_projection", (random(1, 2, 128), weight, scale, None), {}, "torch.float32"),
         ("fp8_output_projection", (torch.zeros(1, 8192).bfloat16(), *wide), {}, "at most 248"),
+        ("fp8_output_projection", (torch.zeros(1, 128).bfloat16(), *many, None), {}, "128, 33000 need 258 KiB"),
+        ("fp8_mlp", (tokens, x_scale, *narrow, torch.zeros(128), *many, torch.zeros(33_000)), {}, "need 258 KiB"),
         ("fp8_mlp", (tokens, x_scale, *square, torch.zeros(8192), *square, torch.zeros(8192)), {}, "KiB of SBUF"),
         ("fp8_mlp", (tokens, x_scale, weight, scale, torch.zeros(6), *down, torch.zeros(5)), {}, "inner width 6"),
         (

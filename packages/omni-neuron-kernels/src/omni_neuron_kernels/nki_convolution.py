@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from omni_neuron_kernels.nki_launch import CORES, SBUF_BYTES, dtype_limit, kernels_of
+from omni_neuron_kernels.nki_launch import CORES, SBUF_BYTES, dtype_limit, kernels_of, vector_row
 
 # Limits that AWS documents for its own kernel of this kind.
 CHANNELS, COLUMNS, SIDE = 1280, 2048, 1024
@@ -80,6 +80,7 @@ def plan_convolution(
     if weights > WEIGHT_BYTES or most < 1:
         needed = fixed + (input_row + output_row) * itemsize
         return f"one row and its weights need {needed} bytes of SBUF per partition, at most {SBUF_BYTES}"
+    groups = math.ceil(columns / group)  # of which there may be fewer, now that `group` is whole
     share = out_height if groups % cores == 0 else math.ceil(out_height / cores)
     return ConvPlan(group, math.ceil(share / math.ceil(share / most)), unroll)
 
@@ -109,7 +110,7 @@ def causal_conv3d(
     parts = (x.contiguous(),) if past is None else (past.contiguous(), x.contiguous())
     plan = _plan(x, weight, padding, past)
     kernel = kernels_of("conv").causal_conv3d[CORES]
-    return kernel(parts, weight.contiguous(), bias.float().reshape(1, -1), padding, *plan)
+    return kernel(parts, weight.contiguous(), vector_row(bias), padding, *plan)
 
 
 def causal_conv3d_limits(

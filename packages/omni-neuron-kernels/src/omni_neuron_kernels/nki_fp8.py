@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from omni_neuron_kernels import nki_projection
-from omni_neuron_kernels.nki_launch import CORES, dtype_limit, kernels_of
+from omni_neuron_kernels.nki_launch import CORES, dtype_limit, kernels_of, vector_row
 from omni_neuron_kernels.reference_fp8 import MX_DTYPES, ROW_LARGEST, MXForm, RowForm, ScaleRule, scale_rule
 from omni_neuron_runtime import platform_target
 
@@ -21,6 +21,8 @@ PACKED_ROWS = 128
 ROW_WIDTH = 5120
 SBUF_KIB = 248  # of trn3's 256 per partition
 BLOCK = 512  # elements of the contraction in one MX matmul
+# Columns of which 1 KiB holds scale and bias while they are loaded: as bfloat16, and one of the two as float32 still.
+VECTORS_PER_KIB = 128
 
 
 def row_quantize(x: torch.Tensor, *, form: RowForm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,8 +103,8 @@ def fp8_qkv_projection(
     tensors = (
         _padded(x),
         _even(x_scale.reshape(-1, 1)),
-        weight.flatten(1),
-        weight_scale.reshape(1, -1),
+        weight.flatten(1).contiguous(),
+        vector_row(weight_scale),
         nki_projection.bias_row(bias, weight.shape[1], weight),
     )
     shared = (heads, head_dim, gains, tuple(_even(table) for table in tables))
@@ -136,8 +138,8 @@ def fp8_output_projection(
     columns = weight.shape[1]
     result = kernels_of("fp8").fp8_output_projection[CORES](
         _padded(x),
-        weight.flatten(1),
-        weight_scale.reshape(1, -1),
+        weight.flatten(1).contiguous(),
+        vector_row(weight_scale),
         nki_projection.bias_row(bias, columns, weight),
     )
     return result[: x.numel() // x.shape[-1]].reshape(*x.shape[:-1], columns)
@@ -148,10 +150,11 @@ def output_limits(
 ) -> str | None:
     """Why the kernel cannot take these."""
     if x.dtype != torch.bfloat16:
-        return f"x {x.dtype}; MX quantisation takes torch.bfloat16"
+        return _mx_limit(x) or f"x {x.dtype}; the kernel takes torch.bfloat16"
     # For 1,024 tokens and a block of 512 of their elements: as 16-bit floats, packed, and stripes of the weight.
     blocks, columns = math.ceil(weight.shape[0] * 4 / BLOCK), weight.shape[1]
-    return _mx_limit(x) or _sbuf_limit(14.5 * blocks + columns / 256 + 8, x.shape[-1], columns)
+    needed = max(14.5 * blocks + columns / 256 + 8, columns / VECTORS_PER_KIB)
+    return _mx_limit(x) or _sbuf_limit(needed, x.shape[-1], columns)
 
 
 def fp8_mlp(
@@ -172,12 +175,12 @@ def fp8_mlp(
     result = kernels_of("fp8").fp8_mlp[CORES](
         _padded(x),
         _even(x_scale.reshape(-1, 1)).reshape(1, -1),
-        up_weight.flatten(1),
-        up_scale.reshape(-1, 4),
-        up_bias.float().reshape(-1, 4),
-        down_weight.flatten(1),
-        down_scale.reshape(1, -1),
-        down_bias.float().reshape(1, -1),
+        up_weight.flatten(1).contiguous(),
+        vector_row(up_scale).reshape(-1, 4),
+        vector_row(up_bias).reshape(-1, 4),
+        down_weight.flatten(1).contiguous(),
+        vector_row(down_scale),
+        vector_row(down_bias),
         str(dtype).removeprefix("torch."),
     )
     return result[: x.numel() // x.shape[-1]].reshape(*x.shape[:-1], columns)
@@ -197,11 +200,12 @@ def mlp_limits(
     """Why the kernel cannot take these."""
     inner = up_weight.shape[1]
     if inner % PACKED_ROWS:
-        return f"inner width {inner}, a multiple of {PACKED_ROWS} (pad with zero columns)"
+        return _mx_limit(x) or f"inner width {inner}, a multiple of {PACKED_ROWS} (pad with zero columns)"
     # For 1,024 tokens and blocks of 512: packed tokens and activations, then two stripes of one weight or the other.
     blocks, inner_blocks = (math.ceil(weight.shape[0] * 4 / BLOCK) for weight in (up_weight, down_weight))
     columns = down_weight.shape[1]
     needed = 4 * blocks + 5 * inner_blocks + max(8 * blocks, 5 * inner_blocks) + columns / 256 + 24
+    needed = max(needed, columns / VECTORS_PER_KIB)
     return _mx_limit(x) or _result_limit(dtype) or _sbuf_limit(needed, x.shape[-1], inner, columns)
 
 

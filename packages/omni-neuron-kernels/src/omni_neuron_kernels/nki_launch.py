@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launches of NKI kernels share: modules of kernels, sizes, checks of dtypes."""
+"""What the launches of NKI kernels share: modules of kernels, sizes, vectors, checks of dtypes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ SBUF_BYTES = 192 * 1024
 def kernels_of(module: str) -> Any:
     """A module of `nki_kernels`. They import `nki`, so this is for when a kernel is about to run."""
     return importlib.import_module(f"omni_neuron_kernels.nki_kernels.{module}")
+
+
+def vector_row(vector: torch.Tensor) -> torch.Tensor:
+    """A vector as kernels take it: float32 `[1, F]`, contiguous."""
+    return vector.float().reshape(1, -1).contiguous()
 
 
 def dtype_limit(**tensors: torch.Tensor) -> str | None:

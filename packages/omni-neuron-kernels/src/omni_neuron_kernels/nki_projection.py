@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from omni_neuron_kernels.nki_launch import CORES, dtype_limit, kernels_of
+from omni_neuron_kernels.nki_launch import CORES, dtype_limit, kernels_of, vector_row
 
 BANK_COLUMNS = 512
 
@@ -48,7 +48,7 @@ def bias_row(bias: torch.Tensor | None, columns: int, like: torch.Tensor) -> tor
     """A bias as kernels take it, float32 `[1, columns]`; zeros for none."""
     if bias is None:
         return torch.zeros(1, columns, dtype=torch.float32, device=like.device)
-    return bias.float().reshape(1, -1)
+    return vector_row(bias)
 
 
 def qkv_arguments(batch: int, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -58,7 +58,7 @@ def qkv_arguments(batch: int, options: dict[str, Any]) -> tuple[Any, ...]:
     return (
         options["heads"],
         options["head_dim"],
-        tuple(gain.float().reshape(1, -1) for gain in gains),
+        tuple(vector_row(gain) for gain in gains),
         tuple(table.float().repeat(batch, 1) for table in tables),
     )
 
