@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from omni_neuron_kernels import reference
-from omni_neuron_kernels.op_support import expect_shape, run_op
+from omni_neuron_kernels.op_support import expect_modulation, expect_shape, run_op
 
 GateActivation = Literal["gelu_tanh", "silu"]
 
@@ -57,16 +57,7 @@ def adaln_modulate(
     Raises:
         ValueError: shapes that do not fit, or one of `branch` and `gate` without the other.
     """
-    if hidden.dim() != 3:
-        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; valid is [B, S, F]")
-    vector = (hidden.shape[0], hidden.shape[2])
-    expect_shape("scale", scale, vector)
-    expect_shape("shift", shift, vector)
-    if (branch is None) != (gate is None):
-        raise ValueError("branch and gate go together; one of them is None")
-    if branch is not None and gate is not None:
-        expect_shape("branch", branch, tuple(hidden.shape))
-        expect_shape("gate", gate, vector)
+    expect_modulation(hidden, scale, shift, branch, gate)
     return run_op(reference.adaln_modulate, hidden, scale, shift, branch=branch, gate=gate, epsilon=epsilon)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from omni_neuron_kernels import reference_fp8
 from omni_neuron_kernels.dispatch import explain
-from omni_neuron_kernels.op_support import expect_shape, run_op
+from omni_neuron_kernels.op_support import expect_modulation, expect_shape, run_op
 from omni_neuron_kernels.ops_projection import AllReduce, check_qkv
 from omni_neuron_kernels.reference_fp8 import MX_GROUP, MXForm, NativeFp8Error, RowForm, ScaleRule, scale_rule
 
@@ -111,16 +111,7 @@ def adaln_modulate_fp8(
         ValueError: shapes that do not fit, another form, or one of `branch` and `gate` without the other.
     """
     _one_of("form", form, RowForm)
-    if hidden.dim() != 3:
-        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; valid is [B, S, F]")
-    vector = (hidden.shape[0], hidden.shape[2])
-    expect_shape("scale", scale, vector)
-    expect_shape("shift", shift, vector)
-    if (branch is None) != (gate is None):
-        raise ValueError("branch and gate go together; one of them is None")
-    if branch is not None and gate is not None:
-        expect_shape("branch", branch, tuple(hidden.shape))
-        expect_shape("gate", gate, vector)
+    expect_modulation(hidden, scale, shift, branch, gate)
     return run_op(
         reference_fp8.adaln_modulate_fp8, hidden, scale, shift, branch=branch, gate=gate, epsilon=epsilon, form=form
     )
