@@ -19,6 +19,8 @@ def causal_conv3d(
 ) -> torch.Tensor:
     """3-D convolution of stride 1 in which frame t reads no later one: `past`, then `x`, padded in front only.
 
+    A kernel may compute up to 64 frames together: what is not finite in one makes the others NaN, earlier ones too.
+
     Args:
         x: `[B, C, T, H, W]`.
         weight: `[O, C, Kt, Kh, Kw]`, as `nn.Conv3d` has it.
