@@ -80,7 +80,6 @@ def plan_convolution(
     if weights > WEIGHT_BYTES or most < 1:
         needed = fixed + (input_row + output_row) * itemsize
         return f"one row and its weights need {needed} bytes of SBUF per partition, at most {SBUF_BYTES}"
-    groups = math.ceil(columns / group)  # of which there may be fewer, now that `group` is whole
     share = out_height if groups % cores == 0 else math.ceil(out_height / cores)
     return ConvPlan(group, math.ceil(share / math.ceil(share / most)), unroll)
 
