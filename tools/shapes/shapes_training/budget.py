@@ -50,13 +50,13 @@ class Budget:
     vae_crop_batch: int = 4
     vae_steps: int = 100
     vae_batch: int = 2
-    decoder_steps: int = 500
+    decoder_steps: int = 300
     decoder_batch: int = 2
     copies: int = 8
     text_steps: int = 400
     text_batch: int = 64
-    high_steps: int = 2200
-    low_steps: int = 1600
+    high_steps: int = 1800
+    low_steps: int = 1300
     expert_batch: int = 24
     i2v_high_steps: int = 600
     i2v_low_steps: int = 600
