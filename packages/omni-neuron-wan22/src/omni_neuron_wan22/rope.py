@@ -35,7 +35,7 @@ class WanRotaryPosEmbed(nn.Module):
         self.sin: torch.Tensor
 
     def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tables of `latents` `[B, C, T, H, W]`: two float32 tensors `[1, S, 1, D / 2]`, S frame-major.
+        """The tables of `latents` `[B, C, T, H, W]`: two float32 tensors `[S, D / 2]`, S frame-major.
 
         Raises:
             ValueError: a grid longer than the tables on some axis.
@@ -51,4 +51,4 @@ class WanRotaryPosEmbed(nn.Module):
             shape = [1, 1, 1, part.shape[1]]
             shape[axis] = size
             axes.append(part[:size].view(shape).expand(*grid, -1))
-        return torch.cat(axes, dim=-1).flatten(0, 2)[None, :, None, :]
+        return torch.cat(axes, dim=-1).flatten(0, 2)

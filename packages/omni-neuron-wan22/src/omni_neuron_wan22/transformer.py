@@ -191,7 +191,6 @@ class WanSelfAttention(nn.Module):
             rotary_emb: the tables of `WanRotaryPosEmbed` for these tokens.
             kv_length: S, where pads follow it; None for no pads.
         """
-        cos, sin = (table[0, :, 0] for table in rotary_emb)
         query, key, value = qkv_projection(
             hidden,
             self.qkv.weight.t(),
@@ -200,7 +199,7 @@ class WanSelfAttention(nn.Module):
             head_dim=self.head_dim,
             query_gain=self.norm_q.weight,
             key_gain=self.norm_k.weight,
-            rotation=(cos, sin),
+            rotation=rotary_emb,
             epsilon=self.eps,
             ranks=self.group.size,
             all_reduce=self.group.all_reduce,
@@ -327,7 +326,7 @@ class WanTransformerBlock(nn.Module):
             cross_attention_bias: the bias that goes with it.
             kv_length: S, where pads follow it; None for no pads.
         """
-        sequence = SequenceParallel(rotary_emb[0].shape[1], self.sequence_group)
+        sequence = SequenceParallel(rotary_emb[0].shape[0], self.sequence_group)
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.scale_shift_table + temb.float()).unbind(1)
 
         attended = self.attn1(sequence.gather(self.norm1(hidden, scale, shift)), rotary_emb, kv_length)
@@ -515,7 +514,7 @@ class WanTransformer3DModel(nn.Module):
         compiling = torch.compiler.is_compiling()
         place, sequence_place = (self.context_place, self.sequence_place) if compiling else (None, None)
         hidden = sequence.split(context.split(hidden, 1, place), 1, sequence_place)
-        cos, sin = (context.split(table, 1, place) for table in self.rope(hidden_states))
+        cos, sin = (context.split(table, 0, place) for table in self.rope(hidden_states))
         temb, timestep_proj = self.condition_embedder.embed_time(timestep, self.dtype)
         for block, key_value in zip(self._blocks(), pairs, strict=True):
             hidden = block(hidden, timestep_proj, (cos, sin), key_value, bias, length)
