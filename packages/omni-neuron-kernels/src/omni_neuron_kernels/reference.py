@@ -17,7 +17,7 @@ from omni_neuron_kernels.dispatch import Implementation
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, epsilon: float) -> torch.Tensor:
@@ -40,12 +40,12 @@ def adaln_modulate(
     if branch is not None and gate is not None:
         updated = torch.addcmul(_wide(hidden), _wide(branch), _wide(gate)[:, None]).to(hidden.dtype)
     wide, size = _wide(updated), (hidden.shape[-1],)
-    factor, offset = 1 + scale.to(wide.dtype), shift.to(wide.dtype)
+    scale, shift = scale.to(wide.dtype), shift.to(wide.dtype)
     if hidden.shape[0] == 1 or (scale.stride(0) == 0 and shift.stride(0) == 0):
         # One gain and one bias for all rows: torch's layer norm applies them in the same pass.
-        modulated = F.layer_norm(wide, size, factor[0], offset[0], epsilon)
+        modulated = F.layer_norm(wide, size, 1 + scale[0], shift[0], epsilon)
     else:
-        modulated = torch.addcmul(offset[:, None], F.layer_norm(wide, size, eps=epsilon), factor[:, None])
+        modulated = torch.addcmul(shift[:, None], F.layer_norm(wide, size, eps=epsilon), 1 + scale[:, None])
     return modulated.to(hidden.dtype), updated
 
 
