@@ -10,6 +10,8 @@ from omni_neuron_runtime.compile.artifacts import Artifact, ArtifactCache
 from omni_neuron_runtime.compile.counters import COUNTERS, CompileCounters
 from omni_neuron_runtime.compile.errors import CompileError, compile_errors
 from omni_neuron_runtime.compile.options import compile_options, component_compiler_args
+from omni_neuron_runtime.compile.paper import LoweredGraph, declared_world, lower_on_paper
+from omni_neuron_runtime.compile.progress import compiling_for
 from omni_neuron_runtime.compile.replica_groups import partition_of
 from omni_neuron_runtime.compile.selection import OWN_BACKENDS, get_compile_backend
 from omni_neuron_runtime.devices import (
@@ -66,6 +68,7 @@ __all__ = [
     "EnvironmentVariableError",
     "LoadResult",
     "LoadStats",
+    "LoweredGraph",
     "NeuronPackageError",
     "Provider",
     "ProviderError",
@@ -77,7 +80,9 @@ __all__ = [
     "autoload_problem",
     "compile_errors",
     "compile_options",
+    "compiling_for",
     "component_compiler_args",
+    "declared_world",
     "device_count",
     "discover_providers",
     "distribution_precedence",
@@ -91,6 +96,7 @@ __all__ = [
     "initialize_device_runtime",
     "is_active",
     "is_cpu_mode",
+    "lower_on_paper",
     "neuron_packages",
     "parse_core_ranges",
     "partition_of",

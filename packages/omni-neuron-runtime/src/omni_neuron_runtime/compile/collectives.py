@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from omni_neuron_runtime.compile.errors import CompileError
-from omni_neuron_runtime.compile.graph_checks import collective_group, operation, tensor_values
+from omni_neuron_runtime.compile.graph_checks import collective_group, forget_group, operation, tensor_values
 from omni_neuron_runtime.compile.replica_groups import Partition, partition_of
 
 _LINE = re.compile(
@@ -66,9 +66,16 @@ _NAMES = {
 }
 
 
-def collectives_of(graph: fx.Graph) -> list[Collective]:
-    """Every collective of a checked graph, in order."""
-    return [_describe(node) for node in graph.nodes if operation(node) in _NAMES]
+def take_collectives(graph: fx.Graph) -> list[Collective]:
+    """Every collective of a checked graph, in order; the graph no longer says which process groups they are on.
+
+    A process group's name is its rank's own, and would make a different text of the same graph.
+    """
+    nodes = [node for node in graph.nodes if operation(node) in _NAMES]
+    collectives = [_describe(node) for node in nodes]
+    for node in nodes:
+        forget_group(node)
+    return collectives
 
 
 def _describe(node: fx.Node) -> Collective:

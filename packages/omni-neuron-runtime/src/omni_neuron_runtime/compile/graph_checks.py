@@ -94,6 +94,15 @@ def collective_group(node: fx.Node) -> str | None:
     return str(node.args[place] if len(node.args) > place else node.kwargs["group_name"])
 
 
+def forget_group(node: fx.Node) -> None:
+    """Empty the process group's name in a collective."""
+    place = _COLLECTIVES[operation(node)]
+    if len(node.args) > place:
+        node.update_arg(place, "")
+    else:
+        node.update_kwarg("group_name", "")
+
+
 def operation(node: fx.Node) -> str:
     """`namespace.name` of the operation that a node calls, without overload; empty for anything else."""
     target = node.target

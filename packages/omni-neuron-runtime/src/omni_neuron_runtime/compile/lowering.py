@@ -22,7 +22,7 @@ from torch import fx
 
 from omni_neuron_runtime import env
 from omni_neuron_runtime.compile import lower_child
-from omni_neuron_runtime.compile.collectives import Collective, collectives_of, write_collectives
+from omni_neuron_runtime.compile.collectives import Collective, take_collectives, write_collectives
 from omni_neuron_runtime.compile.errors import CompileError
 from omni_neuron_runtime.compile.graph_checks import operation
 
@@ -62,7 +62,7 @@ def import_graph(graph: fx.GraphModule, name: str) -> ImportedGraph:
     _drop_waits(plain.graph)
     plain.graph.eliminate_dead_code()
     constants = _lift_constants(plain)
-    collectives = collectives_of(plain.graph)
+    collectives = take_collectives(plain.graph)
     try:
         text = str(torch_mlir_fx.stateless_fx_import(plain, model_name="main"))
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:

@@ -47,6 +47,15 @@ def check_installed(name: str) -> None:
         ) from error
 
 
+def prepare(spans_world: bool) -> None:
+    """Make the client, together with the other ranks where it spans the world: not while any of them waits for a lock.
+
+    Raises:
+        CompileError: the other ranks did not come.
+    """
+    _client(spans_world)
+
+
 def fingerprint(spans_world: bool) -> str:
     """Hex digits that name the kind of host, compiler and world that an executable is made for."""
     processor = Path("/proc/cpuinfo")

@@ -52,6 +52,7 @@ def neuron_stablehlo(
         key = content_key(imported.text, facts)
         artifact = cache.module(title, key, facts, lambda: lower(imported.text, title))
         spans_world = bool(imported.collectives)
+        pjrt.prepare(spans_world)
         serialized = cache.executable(
             artifact, pjrt.fingerprint(spans_world), lambda: pjrt.compile_module(artifact.text, title, spans_world)
         )

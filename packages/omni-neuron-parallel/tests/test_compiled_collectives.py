@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of compiled graphs, executed on several ranks; the replica groups of layouts that only exist on paper."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from compiled_ranks import collectives_agree
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from omni_neuron_parallel import (
+    RankPool,
+    Topology,
+    destroy_parallel,
+    get_group,
+    initialize_parallel,
+)
+
+LAYOUTS = [Topology(tp=t, cp=c, cfg=g) for t, c, g in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2)) if 1 < t * c * g <= 8]
+LARGE = [Topology(tp=4, cp=8, cfg=2), Topology(tp=8, cp=4)]
+
+
+@pytest.mark.parametrize("topology", [Topology(tp=2, cp=2), Topology(cp=2, cfg=2)], ids=str)
+def test_neuron_check_runs_collectives(four_ranks: RankPool, topology: Topology, tmp_path: Path) -> None:
+    for report in four_ranks.run(collectives_agree, topology, "neuron_check", str(tmp_path)):
+        assert report["difference"] == 0
+
+
+def test_stablehlo_collectives_on_four_ranks(four_ranks: RankPool, tmp_path: Path) -> None:
+    """One rank lowers and compiles, the other three load what it made; then a warm start on all of them."""
+    pytest.importorskip("torch_mlir", reason="the extra [stablehlo] of omni-neuron-runtime is not installed")
+    cold, warm = (
+        four_ranks.run(collectives_agree, Topology(tp=2, cp=2), "neuron_stablehlo", str(tmp_path)) for _ in range(2)
+    )
+    assert [report["graphs"] for report in cold + warm] == [1] * 8
+    assert sum(report["lowerings"] for report in cold) == sum(report["compilations"] for report in cold) == 1
+    assert all(report["lowerings"] == report["compilations"] == 0 for report in warm)
+    assert {tuple(report["keys"]) for report in cold + warm} == {tuple(cold[0]["keys"])}
+    assert len(cold[0]["keys"]) == 1
+    assert max(report["difference"] for report in cold + warm) < 1e-5
+
+
+@pytest.mark.parametrize("topology", LAYOUTS + LARGE, ids=str)
+def test_replica_groups_in_the_text_are_the_topologys(topology: Topology) -> None:
+    pytest.importorskip("torch_mlir", reason="the extra [stablehlo] of omni-neuron-runtime is not installed")
+    from omni_neuron_runtime.compile.graph_checks import check_graph
+    from omni_neuron_runtime.compile.lowering import import_graph
+
+    axes = [axis for axis in ("tp", "cp", "cfg") if topology.size(axis) > 1]
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        return [get_group(axis).all_reduce(x) for axis in axes]
+
+    texts = set()
+    for rank in (0, topology.world_size - 1):
+        dist.init_process_group("fake", rank=rank, world_size=topology.world_size, store=FakeStore())
+        try:
+            initialize_parallel(topology)
+            graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(torch.randn(2))
+            check_graph(graph, "graph")
+            texts.add(import_graph(graph, "graph").text)
+        finally:
+            destroy_parallel()
+            dist.destroy_process_group()
+    [text] = texts
+    written = [
+        [[int(rank) for rank in group.split(",")] for group in re.findall(r"\[([\d, ]+)\]", line)]
+        for line in re.findall(r"replica_groups = dense<\[(.*?)\]> :", text)
+    ]
+    assert written == [[list(group) for group in topology.groups(axis)] for axis in axes]
+    for groups in written:
+        assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
