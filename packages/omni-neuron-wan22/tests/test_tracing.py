@@ -16,7 +16,7 @@ SETTINGS = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 4
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU mode, where nothing is compiled, folds a prompt's padding, which makes its length a shape."""
+    """CPU mode, while nothing is compiled, folds a prompt's padding, which makes its length a shape."""
     monkeypatch.setattr("omni_neuron_wan22.pipeline.is_cpu_mode", lambda: False)
 
 
@@ -30,7 +30,7 @@ def graphs() -> list[torch.fx.GraphModule]:
 def backend(graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
     """A backend that runs a graph as it is and remembers it."""
 
-    def run_as_is(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def run_as_is(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 

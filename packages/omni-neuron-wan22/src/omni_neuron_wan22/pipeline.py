@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from omni_neuron_parallel import (
     get_group,
     get_topology,
 )
-from omni_neuron_runtime import env, is_cpu_mode
+from omni_neuron_runtime import compile_options, component_compiler_args, env, is_cpu_mode
 from omni_neuron_wan22.checkpoint import Expert, WanCheckpoint, load_text_encoder, load_transformer, load_vae
 from omni_neuron_wan22.engine_config import (
     ClientRequestError,
@@ -159,6 +159,7 @@ class NeuronWanPipeline(
     transformer: WanTransformer3DModel
     transformer_2: WanTransformer3DModel
     vae: NeuronAutoencoderKLWan
+    compiled = False
     if TYPE_CHECKING:  # from vLLM-Omni's mixins, whose types mypy does not follow (see pyproject.toml)
         progress_bar: Callable[..., Any]
         record_denoise_step: Callable[..., None]
@@ -255,16 +256,21 @@ class NeuronWanPipeline(
 
         The model runner calls this where the platform has a compile backend.
         """
-        options = {"fullgraph": True, "dynamic": False, **options, "backend": backend}
-        self.text_encoder.compile(**options)
+        self.compiled = True
+
+        def settings(name: str, component: Literal["transformer", "text_encoder", "vae"]) -> dict[str, Any]:
+            own = compile_options(name, component_compiler_args(component))
+            return {"fullgraph": True, "dynamic": False, **options, "backend": backend, "options": own}
+
+        self.text_encoder.compile(**settings("text_encoder", "text_encoder"))
         for name in self._dit_modules:
             expert: WanTransformer3DModel = getattr(self, name)
-            expert.compile(**options)
+            expert.compile(**settings(name, "transformer"))
             expert.project_cross_attention_kv = torch.compile(  # type: ignore[method-assign]
-                expert.project_cross_attention_kv, **options
+                expert.project_cross_attention_kv, **settings(f"{name}.project_cross_attention_kv", "transformer")
             )
         if self.decodes:
-            self.vae.decoder.compile(**options)
+            self.vae.decoder.compile(**settings("vae", "vae"))
 
     def resolve(self, prompt: Any, sampling_params: OmniDiffusionSamplingParams) -> GenerationRequest:
         """The request as this engine and checkpoint will serve it; see `resolve_request`."""
@@ -281,11 +287,11 @@ class NeuronWanPipeline(
 
         Returns:
             `[1, max_sequence_length, text_dim]`, zero at padded positions, and None: one shape for every prompt. In CPU
-            mode, where nothing is compiled, the padding is folded into one row (`fold_padding`).
+            mode, unless compiled, the padding is folded into one row (`fold_padding`).
         """
         input_ids, attention_mask = tokenize_prompt(self.tokenizer, prompt, max_sequence_length)
         output = self.text_encoder(input_ids.to(self.device), attention_mask.to(self.device))
-        if is_cpu_mode():
+        if is_cpu_mode() and not self.compiled:
             return fold_padding(output.last_hidden_state, int(attention_mask.sum()))
         return output.last_hidden_state, None
 

@@ -18,3 +18,7 @@ PIPELINE_REGISTRY = [
 # checkpoint folder by the `_class_name` of its model_index.json.
 PLANNABLE_MODELS = {"wan22-t2v-a14b": "omni_neuron_wan22.planning:t2v_a14b"}
 PLANNABLE_CHECKPOINTS = {"WanPipeline": "omni_neuron_wan22.planning:from_checkpoint"}
+
+# For `vllm-omni-neuron lower`, likewise; these return an object with `make(component, …)`.
+LOWERABLE_MODELS = {"wan22-t2v-a14b": "omni_neuron_wan22.lowering:t2v_a14b"}
+LOWERABLE_CHECKPOINTS = {"WanPipeline": "omni_neuron_wan22.lowering:from_checkpoint"}

@@ -13,8 +13,10 @@ from torch import nn
 from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
 from vllm_omni.platforms import current_omni_platform
 
+import omni_neuron_runtime as runtime
 from vllm_omni_neuron import compat
 from vllm_omni_neuron.capture import TensorCapture
+from vllm_omni_neuron.compilation import component_kinds, shape_of, warmup_requests
 from vllm_omni_neuron.settings import model_settings
 
 logger = logging.getLogger(__name__)
@@ -75,25 +77,30 @@ class NeuronDiffusionModelRunner(DiffusionModelRunner):
         settings = model_settings(self.od_config).get("tensor_capture")
         if settings:
             self.capture = TensorCapture(settings, declared_components(pipeline, "_dit_modules"))
-        self._compile_components()
+        compiled = self._compile_components()
         if self.capture is not None:
             self.capture.observe(pipeline)
+        if compiled:
+            self._warm_up()
 
-    def _compile_components(self) -> None:
+    def _compile_components(self) -> bool:
         """Compile each declared component with the platform's backend, if it has one and eager mode is not enforced.
 
         A pipeline may define `compile(backend=…)` itself and then compiles its components as it sees fit; so may a
-        component, being an `nn.Module`.
+        component, being an `nn.Module`. Nothing is compiled yet when this returns: a graph is, when it is first called.
+
+        Returns:
+            Whether there is something to compile.
         """
         backend = current_omni_platform.get_compile_backend()
         if backend is None or self.od_config.enforce_eager:
-            return
+            return False
         pipeline: Any = self.pipeline
         if type(pipeline).compile is not nn.Module.compile:
             logger.info("%s compiles its components with backend %r", type(pipeline).__name__, backend)
             pipeline.compile(backend=backend)
-            return
-        components = declared_components(pipeline)
+            return True
+        components, kinds = declared_components(pipeline), component_kinds(pipeline)
         if not components:
             logger.warning(
                 "%s declares no components in %s: nothing is compiled",
@@ -101,8 +108,29 @@ class NeuronDiffusionModelRunner(DiffusionModelRunner):
                 ", ".join(COMPONENT_ATTRIBUTES),
             )
         for name, component in components.items():
-            logger.info("compiling %s with backend %r at its first call", name, backend)
-            component.compile(backend=backend, fullgraph=True)
+            logger.info("%s is compiled with backend %r at its first call", name, backend)
+            arguments = runtime.component_compiler_args(kinds[name])
+            options = runtime.compile_options(name, arguments)
+            component.compile(backend=backend, fullgraph=True, dynamic=False, options=options)
+        return bool(components)
+
+    def _warm_up(self) -> None:
+        """Compile for the shapes in the setting `warmup_shapes`, by generating a few steps of each."""
+        shapes = model_settings(self.od_config).get("warmup_shapes") or []
+        for request in warmup_requests(shapes):
+            logger.info("warming up %s", shape_of([request]))
+            self._execute_request_list(
+                [request],
+                od_config=self.od_config,
+                allow_single_output=True,
+                require_request_batch_support=False,
+                record_name="warm_up",
+            )
+
+    def _execute_request_list(self, reqs: Any, **options: Any) -> Any:
+        """As the base class; what is compiled meanwhile is named with the requests' shape, and its errors are plain."""
+        with runtime.compiling_for(shape_of(reqs)), runtime.compile_errors(type(self.pipeline).__name__):
+            return super()._execute_request_list(reqs, **options)
 
     def _set_default_generator_device(self, sampling_params: Any) -> None:
         """Draw a seeded request's noise on the CPU unless it names a device: the same noise on every platform."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import typer
 
+from .cache import cache
 from .convert import convert_stage_config
 from .doctor import doctor
 from .generate import generate
 from .judge import judge
+from .lower import lower
 from .models import models
 from .plan import plan
 from .version import version
@@ -29,8 +31,10 @@ app.command()(judge)
 app.command()(doctor)
 app.command()(models)
 app.command()(plan)
+app.command()(lower)
 app.command()(convert_stage_config)
 app.command()(version)
+app.add_typer(cache, name="cache")
 
 
 def main() -> None:

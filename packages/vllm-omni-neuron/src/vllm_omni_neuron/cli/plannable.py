@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that `plan` knows: what model packages declare beside their PIPELINE_REGISTRY.
+"""The models that `plan` and `lower` know: what model packages declare beside their PIPELINE_REGISTRY.
 
 `PLANNABLE_MODELS` maps a name to "module:function" without arguments, `PLANNABLE_CHECKPOINTS` the `_class_name` of a
-model_index.json to "module:function" of the folder; both return `omni_neuron_parallel.planning.ModelSizes`. A module is
+model_index.json to "module:function" of the folder; both return `omni_neuron_parallel.planning.ModelSizes`.
+`LOWERABLE_MODELS` and `LOWERABLE_CHECKPOINTS` are alike and return an object with `make(component, *, height, width,
+frames, dtype, layers, sequence_parallel)`, which returns a module and the keyword arguments of its call. A module is
 imported when its model is asked for. Of two distributions that claim one name, others go before ours, as for pipelines.
 """
 
@@ -11,27 +13,24 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
 import omni_neuron_runtime as runtime
 from vllm_omni_neuron.registry import GROUP
-
-if TYPE_CHECKING:
-    from omni_neuron_parallel.planning import ModelSizes
 
 
 class UnknownModelError(ValueError):
     """No installed model package can plan for this; the message names what is known."""
 
 
-def find_model(name: str) -> ModelSizes:
-    """The model of that name, or of that checkpoint folder.
+def find_model(name: str, purpose: Literal["PLANNABLE", "LOWERABLE"] = "PLANNABLE") -> Any:
+    """The model of that name, or of that checkpoint folder: a `ModelSizes`, or what `lower` asks for components.
 
     Raises:
         UnknownModelError: neither; or a folder of another architecture.
         ValueError: the model package refuses the folder.
     """
-    models, checkpoints = _declared("PLANNABLE_MODELS"), _declared("PLANNABLE_CHECKPOINTS")
+    models, checkpoints = _declared(f"{purpose}_MODELS"), _declared(f"{purpose}_CHECKPOINTS")
     if name in models:
         return _call(models[name])
     index = Path(name).expanduser() / "model_index.json"
@@ -62,7 +61,7 @@ def _declared(attribute: str) -> dict[str, str]:
     return found
 
 
-def _call(function: str, *arguments: str) -> ModelSizes:
+def _call(function: str, *arguments: str) -> Any:
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(*arguments)
 

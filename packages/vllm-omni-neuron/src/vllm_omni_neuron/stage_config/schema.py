@@ -143,6 +143,10 @@ class ModelSettings(Section):
         default=None, description="Modules left in `dtype` under quantization. Needs `quantization: fp8_row_mx`."
     )
     tensor_capture: TensorCapture | None = Field(default=None, description="Write intermediate tensors to files.")
+    warmup_shapes: list[str] | None = Field(
+        default=None,
+        description="Shapes to compile for at start-up, as height x width x frames, such as 480x832x81.",
+    )
 
 
 class CacheConfig(Section):

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model runner needs to compile: the kind of a component, the shape of a request, requests to warm up with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from torch import nn
+from vllm_omni.diffusion.request import OmniDiffusionRequest
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+Kind = Literal["transformer", "text_encoder", "vae"]
+
+KINDS: dict[str, Kind] = {"_dit_modules": "transformer", "_encoder_modules": "text_encoder", "_vae_modules": "vae"}
+# Enough that every expert has a step at the usual flow shifts: at a shift of 12 the third sigma of four is 0.92 and the
+# last one 0.80, below A14B's boundary of 0.875.
+WARMUP_STEPS = 4
+
+
+def component_kinds(pipeline: nn.Module) -> dict[str, Kind]:
+    """The kind of every component that a pipeline declares, by name; it decides the compiler's arguments."""
+    return {name: kind for attribute, kind in KINDS.items() for name in getattr(pipeline, attribute, ())}
+
+
+def shape_of(requests: Sequence[Any]) -> str:
+    """Height × width × frames of the first request, such as "480×832×81", for messages; empty where it has none."""
+    if not requests:
+        return ""
+    parameters = requests[0].sampling_params
+    sizes = [getattr(parameters, name, None) for name in ("height", "width", "num_frames")]
+    return "×".join(str(size) for size in sizes if size) if all(sizes[:2]) else ""
+
+
+def warmup_requests(shapes: Sequence[str]) -> Iterator[OmniDiffusionRequest]:
+    """A guided request of a few steps for each shape.
+
+    Args:
+        shapes: such as "480x832x81": height, width and frames.
+
+    Raises:
+        ValueError: a shape that is not written so.
+    """
+    for index, shape in enumerate(shapes):
+        match = re.fullmatch(r"(\d+)[x×](\d+)[x×](\d+)", str(shape))
+        if match is None:
+            raise ValueError(
+                f"warmup_shapes: {shape!r} is not valid; write height x width x frames, such as 480x832x81"
+            )
+        height, width, frames = map(int, match.groups())
+        yield OmniDiffusionRequest(
+            prompt={"prompt": "warm-up", "negative_prompt": "warm-up"},
+            sampling_params=OmniDiffusionSamplingParams(
+                height=height,
+                width=width,
+                num_frames=frames,
+                num_inference_steps=WARMUP_STEPS,
+                seed=0,
+                guidance_scale=4.0,
+            ),
+            request_id=f"neuron-warm-up-{index}",
+        )
