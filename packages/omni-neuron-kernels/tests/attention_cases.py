@@ -91,11 +91,11 @@ def split(tensor, ranks, pad):
     return F.pad(tensor, (0, 0, 0, 0, 0, rows - tensor.shape[1]), value=pad).chunk(ranks, 1)
 
 
-def ring(q, k, v, ranks, lnc=1, groups=None, key_length=None, key_mask=None, depth=1, shard=None):
+def ring(q, k, v, ranks, lnc=1, groups=None, key_length=None, key_mask=None, depth=1, shard=None, regime=None):
     """Whole tensors through `ring_attention` on `ranks` ranks: output, lse, lost rows, and each rank's regimes.
 
     Pads of keys and values hold NaN. `groups` names another world than the ranks in order: every group of it computes
-    the same. `shard` is the number of keys a rank has, if that is more than it needs.
+    the same. `shard` is the number of keys a rank has, if that is more than it needs. `regime` is forced on all heads.
     """
     groups = groups or [list(range(ranks))]
     length, scale = k.shape[1] if key_length is None else key_length, q.shape[-1] ** -0.5
@@ -114,7 +114,8 @@ def ring(q, k, v, ranks, lnc=1, groups=None, key_length=None, key_mask=None, dep
     for group in groups:
         for place, rank in enumerate(group):
             given = prepared[place]
-            arguments = (*given.tensors, scale, given.regimes, tuple(map(tuple, groups)), depth, True)
+            regimes = (regime,) * len(given.regimes) if regime else given.regimes
+            arguments = (*given.tensors, scale, regimes, tuple(map(tuple, groups)), depth, True)
             world[rank] = (*arguments, given.masks, given.biases)
     results = run_spmd(kernels("ring_attention").ring_attention, [world[n] for n in range(len(world))], lnc=lnc)
     wholes = []

@@ -88,7 +88,7 @@ def test_each_512_queries_have_a_shift_of_their_own():
 def test_key_masks(gain, dtype):
     q, k, v = cases.heads(150, 200, batch=2, count=4, key_heads=2, gain=gain, dtype=dtype)
     mask = torch.rand(2, 200, generator=torch.Generator().manual_seed(1)) < 0.3
-    mask[1, :130], mask[1, 130] = False, True
+    mask[1], mask[1, 130] = False, True  # whose score is hundreds below zero for many queries
     chosen = mask[:, :, None, None]
     assert explain("flash_attention", q, k, v, key_mask=mask).provider == "nki-simulator"
     for garbage in (torch.nan, torch.inf, 1e30):

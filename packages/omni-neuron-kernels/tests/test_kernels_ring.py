@@ -118,6 +118,10 @@ def test_rows_that_hold_no_result_are_counted():
     q[0, 3, 1] = torch.nan
     k[0, 2, 0] = torch.inf
     assert cases.ring(q, k, v, 4, lnc=2)[2] == 40 + 1
+    # Without the proof: sums of exp(300) are infinite, one of exp(-300) is zero, and both are counted.
+    q, k, v = torch.ones(1, 40, 1, 16), torch.ones(1, 8, 1, 16), torch.ones(1, 8, 1, 16)
+    for score, lost in ((300, 40), (-300, 40), (10, 0)):
+        assert cases.ring(q * score / 4, k, v, 2, regime="unshifted")[2] == lost
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -230,6 +230,8 @@ def _sum_item(task, item, scan, waiting):
         _scan_until(task, scan, min(scan["count"], scan["count"] * (j + 1) // max(1, tiles - 4)))
         while len(waiting) > look_ahead:
             _accumulate(task, waiting.pop(0))
+    if shifted:
+        item.pop("shifts")
 
 
 def _multiply(dst, stationary, first, size, moving, start, columns, chunks):
@@ -266,6 +268,7 @@ def _merge(item, totals):
     """A section's totals into the piece's sums; they leave PSUM first, since the next item waits for their banks."""
     piece = item["piece"]
     sums, left = piece["sums"], piece["sums"]
+    factors = item.pop("factors") if piece["regime"] == "running_maximum" else ()
     if piece["summed"]:
         left = nl.ndarray(sums.shape, "float32", buffer=nl.sbuf)
     for t in range(len(totals)):
@@ -279,8 +282,8 @@ def _merge(item, totals):
             nisa.tensor_tensor(sums[0:p, low:high], sums[0:p, low:high], left[0:p, low:high], nl.add)
             continue
         for t in range(low, high):
-            nisa.tensor_scalar(sums[0:p, t], sums[0:p, t], nl.multiply, item["factors"][0:p, t, 0:1])
-            new = item["factors"][0:p, t, 1:2]
+            nisa.tensor_scalar(sums[0:p, t], sums[0:p, t], nl.multiply, factors[0:p, t, 0:1])
+            new = factors[0:p, t, 1:2]
             nisa.scalar_tensor_tensor(sums[0:p, t], left[0:p, t], nl.multiply, new, nl.add, sums[0:p, t])
 
 
