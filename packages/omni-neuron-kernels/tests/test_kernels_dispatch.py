@@ -123,6 +123,12 @@ REFUSED = {
     ),
     "flash_attention past the VAE's head dim": ("flash_attention", heads(dim=385), {}, "head dim 385"),
     "flash_attention with a negative scale": ("flash_attention", heads(), {"scale": -0.1}, "above zero"),
+    "qkv_projection with a gradient through its tables": (
+        "qkv_projection",
+        (torch.zeros(1, 4, 8), torch.zeros(8, 24), None),
+        {"heads": (1, 1), "head_dim": 8, "rotation": (torch.zeros(4, 4, requires_grad=True), torch.zeros(4, 4))},
+        "no backward",
+    ),
     "mlp too wide for SBUF": (
         "mlp",
         (torch.zeros(1, 5120), torch.zeros(5120, 13824), torch.zeros(13824), torch.zeros(13824, 8), torch.zeros(8)),
@@ -138,6 +144,14 @@ def test_outside_a_limit_torch_runs_and_says_why(name):
     choice = explain(op, *tensors, **options)
     assert choice.provider == "torch"
     assert reason in choice.refusals["nki-simulator"]
+
+
+def test_a_bias_of_another_dtype_is_taken():
+    x, weight, bias = torch.randn(2, 8).bfloat16(), torch.randn(8, 8).bfloat16(), torch.randn(8)
+    expected = output_projection(x, weight, bias.bfloat16())
+    torch.testing.assert_close(output_projection(x, weight, bias), expected, atol=0.05, rtol=0.05)
+    with torch.enable_grad():  # a gradient: the reference
+        assert mlp(x.clone().requires_grad_(), weight, bias, weight, bias).dtype is torch.bfloat16
 
 
 def test_a_head_dim_past_the_limit_still_computes():

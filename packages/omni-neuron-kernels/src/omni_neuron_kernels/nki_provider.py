@@ -132,7 +132,9 @@ def _either(place: Refusal, limits: Refusal, *tensors: Any, **options: Any) -> s
         return elsewhere
     if env.get("VLLM_NEURON_DISABLE_NKI_KERNELS"):
         return "VLLM_NEURON_DISABLE_NKI_KERNELS=1"
-    given = [value for value in (*tensors, *options.values()) if isinstance(value, torch.Tensor)]
+    values = [*tensors, *options.values()]
+    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    given = [part for part in parts if isinstance(part, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return "a gradient is recorded, and the kernels have no backward"
     if any(tensor.numel() == 0 for tensor in given):

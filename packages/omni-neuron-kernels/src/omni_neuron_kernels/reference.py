@@ -57,8 +57,8 @@ def mlp(
     down_bias: torch.Tensor,
 ) -> torch.Tensor:
     """See `ops.mlp`."""
-    inner = F.gelu(F.linear(x, up_weight.t(), up_bias), approximate="tanh")
-    return F.linear(inner, down_weight.t(), down_bias)
+    inner = F.gelu(F.linear(x, up_weight.t(), up_bias.to(x.dtype)), approximate="tanh")
+    return F.linear(inner, down_weight.t(), down_bias.to(x.dtype))
 
 
 def gated_mlp(
@@ -72,7 +72,7 @@ def gated_mlp(
 
 def output_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """See `ops.output_projection`."""
-    return F.linear(x, weight.t(), bias)
+    return F.linear(x, weight.t(), bias.to(x.dtype))
 
 
 def _never(*tensors: Any, **options: Any) -> None:

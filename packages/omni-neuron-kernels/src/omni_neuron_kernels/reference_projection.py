@@ -26,7 +26,7 @@ def qkv_projection(
     replica_groups: tuple[tuple[int, ...], ...] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `ops_projection.qkv_projection`. What is normalised or rotated is rounded to x's dtype before."""
-    projected = torch.nn.functional.linear(x, weight.t(), bias)
+    projected = torch.nn.functional.linear(x, weight.t(), None if bias is None else bias.to(x.dtype))
     return finish_qkv(
         projected, heads, head_dim, query_gain, key_gain, rotation, epsilon=epsilon, ranks=ranks, all_reduce=all_reduce
     )
