@@ -14,6 +14,7 @@ import torch
 from parallel_ranks import random
 
 from omni_neuron_parallel import AxisGroup, ContextAttentionStats, SequenceShard, context_attention, get_group
+from omni_neuron_parallel.groups import get_partition
 
 DEADLINE = 60.0
 
@@ -92,6 +93,10 @@ def rotated_ranks() -> list[int]:
         block = reversed_group.start_rotate(block)()
         seen.append(int(block))
     return seen
+
+
+def partition_of(axis: str) -> tuple[tuple[int, ...], ...]:
+    return get_partition(get_group(axis))
 
 
 def gathered_shard(length: int) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from omni_neuron_parallel import (
     context_attention,
     softmax_sums,
 )
+from omni_neuron_parallel.groups import get_partition
 
 Whole = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -238,6 +239,15 @@ def test_rotation_follows_the_order_of_the_group(four_ranks: RankPool) -> None:
     assert rotated == [[(rank + step) % 4 for step in (1, 2, 3, 4)] for rank in range(4)]
     rotated = four_ranks.run(parallel_ranks.with_topology, Topology(tp=2, cp=2), context_ranks.rotated_ranks)
     assert rotated == [[2, 0], [3, 1], [0, 2], [1, 3]]
+
+
+def test_a_kernel_is_told_the_groups_of_the_whole_world(four_ranks: RankPool) -> None:
+    for axis, groups in (("cp", ((0, 2), (1, 3))), ("tp", ((0, 1), (2, 3))), ("vae_patch", ((0,), (1,), (2,), (3,)))):
+        partitions = four_ranks.run(
+            parallel_ranks.with_topology, Topology(tp=2, cp=2), context_ranks.partition_of, axis
+        )
+        assert partitions == [groups] * 4
+    assert get_partition(AxisGroup("cp", (3, 5), 1, object())) == ((3, 5),)  # type: ignore[arg-type]
 
 
 def test_cross_attention_needs_no_other_rank(two_ranks: RankPool) -> None:
