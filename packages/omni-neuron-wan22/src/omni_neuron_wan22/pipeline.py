@@ -32,7 +32,7 @@ from omni_neuron_parallel import (
     get_group,
     get_topology,
 )
-from omni_neuron_runtime import compile_options, component_compiler_args, env, is_cpu_mode
+from omni_neuron_runtime import COUNTERS, compile_options, component_compiler_args, env, is_cpu_mode
 from omni_neuron_wan22.checkpoint import Expert, WanCheckpoint, load_text_encoder, load_transformer, load_vae
 from omni_neuron_wan22.engine_config import (
     ClientRequestError,
@@ -422,7 +422,9 @@ class NeuronWanPipeline(
 
     def _report(self, request: GenerationRequest, trajectory: Trajectory, seconds: dict[str, float]) -> dict[str, Any]:
         topology = get_topology()
+        compilation = {"compilation": COUNTERS.as_dict()} if self.compiled else {}
         return {
+            **compilation,
             "model": self.checkpoint.path.name,
             "height": request.height,
             "width": request.width,

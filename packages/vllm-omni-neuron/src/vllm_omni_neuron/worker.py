@@ -126,10 +126,6 @@ class NeuronDiffusionWorker(DiffusionWorker):
         """Stop writing captured tensors."""
         self.model_runner.disable_capture()
 
-    def compile_counters(self) -> dict[str, float]:
-        """What this rank's compile backend did so far, through `collective_rpc`; see `CompileCounters`."""
-        return runtime.COUNTERS.as_dict()
-
     # What this platform does not do
 
     def init_lora_manager(self) -> None:

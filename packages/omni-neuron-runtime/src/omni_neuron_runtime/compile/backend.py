@@ -20,6 +20,8 @@ from omni_neuron_runtime.compile.progress import graph_title
 
 logger = logging.getLogger(__name__)
 
+_GRAPHS_OF_ONE_FUNCTION = 64
+
 
 @dataclass(frozen=True)
 class BackendOptions:
@@ -70,6 +72,8 @@ def compile_captured(
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
     title = graph_title(model_name)
+    # Torch stops at 8 graphs of one function: two experts share theirs, and every shape is a graph.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_OF_ONE_FUNCTION)
 
     def forward(lowered: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         logger.info("compiling %s …", title)
