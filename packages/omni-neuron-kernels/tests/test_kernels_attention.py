@@ -48,7 +48,7 @@ def test_the_head_dim_is_contracted_in_chunks(dim, regime, dtype):
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_several_sections_and_blocks(regime, monkeypatch):
-    monkeypatch.setattr(cases.kernels("softmax_pipeline"), "SECTION_BYTES", 1024)
+    monkeypatch.setattr(cases.kernels("attention_layout"), "SECTION_BYTES", 1024)
     monkeypatch.setattr(cases.kernels("attention"), "BLOCK_PIECES", 1)
     q, k, v = cases.heads(1200, 900, count=1, dim=32)
     cases.check(launch(q, k, v, regime), q, k, v)

@@ -101,7 +101,7 @@ def test_a_static_bound_alone_loses_these_rows():
 def test_prefetch_depths_chunks_and_sections(depth, lnc, monkeypatch):
     """Rings one after the other, each over several sections; at 9 every block is on its way at once."""
     monkeypatch.setattr(cases.kernels("ring_attention"), "CHUNK_BYTES", 1)
-    monkeypatch.setattr(cases.kernels("softmax_pipeline"), "SECTION_BYTES", 512)
+    monkeypatch.setattr(cases.kernels("attention_layout"), "SECTION_BYTES", 512)
     q, k, v = one_head_of_each(600, torch.float32)
     cases.check_ring(q, k, v, 4, lnc=lnc, depth=depth)
     assert last_stats().count("collective_permute") == 3 * 3 * 4 * lnc

@@ -4,6 +4,7 @@
 import nki
 import nki.language as nl
 
+from omni_neuron_kernels.nki_kernels import attention_layout as layout
 from omni_neuron_kernels.nki_kernels import softmax_pipeline as pipeline
 
 BLOCK_PIECES = 8  # queries on chip at a time: 4,096
@@ -28,8 +29,8 @@ def flash_attention(q, k, v, scale, key_length, regimes, masks=(), biases=()):
     out = nl.ndarray(q.shape, q.dtype, buffer=nl.shared_hbm)
     task = {
         "q": q, "k": k, "v": v, "out": out, "lse": (), "counts": (), "masks": masks, "biases": biases, "scale": scale,
-        "chunks": pipeline.chunks_of(d), "pairs": (), "ones": pipeline.ones(k.dtype),
-        "banks": pipeline.psum_banks(regimes),
+        "chunks": layout.chunks_of(d), "pairs": (), "ones": layout.ones(k.dtype),
+        "banks": layout.psum_banks(regimes),
     }  # fmt: skip
     share, pieces = heads // k.shape[0], []
     for head in range(heads):
@@ -41,7 +42,7 @@ def flash_attention(q, k, v, scale, key_length, regimes, masks=(), biases=()):
             if piece["head"] // share == key_head:
                 mine.append(piece)
         for first in range(0, len(mine), BLOCK_PIECES):
-            sections = pipeline.sections_of(key_head, key_length, d, pipeline.itemsize(k))
+            sections = layout.sections_of(key_head, key_length, d, layout.itemsize(k))
             items += pipeline.items_of(mine[first : first + BLOCK_PIECES], sections, 0, True)
     pipeline.run_items(task, items, ())
     return out

@@ -11,6 +11,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from omni_neuron_kernels.nki_kernels import attention_layout as layout
 from omni_neuron_kernels.nki_kernels import softmax_pipeline as pipeline
 
 CHUNK_BYTES = 96 * 1024  # per partition, of the queries and sums of the heads that are on chip for a whole ring
@@ -44,13 +45,13 @@ def ring_attention(q, k, v, scale, regimes, replica_groups, kv_prefetch_depth, w
     ranks, cores = len(replica_groups[0]), nl.num_programs()
     out = nl.ndarray(q.shape, q.dtype, buffer=nl.shared_hbm)
     lse = (nl.ndarray((heads, queries), "float32", buffer=nl.shared_hbm),) if with_lse else ()
-    lost = nl.ndarray((cores, pipeline.P), "int32", buffer=nl.shared_hbm)
-    count = nl.ndarray((pipeline.P, 1), "float32", buffer=nl.sbuf)
+    lost = nl.ndarray((cores, layout.P), "int32", buffer=nl.shared_hbm)
+    count = nl.ndarray((layout.P, 1), "float32", buffer=nl.sbuf)
     nisa.memset(count, 0.0)
     task = {
         "q": q, "k": k, "v": v, "out": out, "lse": lse, "counts": (count,), "masks": masks, "biases": biases,
-        "scale": scale, "chunks": pipeline.chunks_of(d), "ones": pipeline.ones(k.dtype),
-        "banks": pipeline.psum_banks(regimes),
+        "scale": scale, "chunks": layout.chunks_of(d), "ones": layout.ones(k.dtype),
+        "banks": layout.psum_banks(regimes),
         "pairs": _pairs(replica_groups),
     }  # fmt: skip
     step_heads = _heads_at_once(q, k)
@@ -59,13 +60,13 @@ def ring_attention(q, k, v, scale, regimes, replica_groups, kv_prefetch_depth, w
         chunks.append((first, min(key_heads, first + step_heads)))
         own = []
         for _ in range(min(ranks, kv_prefetch_depth + 1)):
-            shape = (chunks[-1][1] - first, pipeline.packed_size(keys, d))
+            shape = (chunks[-1][1] - first, layout.packed_size(keys, d))
             own.append(nl.ndarray(shape, k.dtype, buffer=nl.shared_hbm))
         buffers.append(own)
     _pack(task, chunks, buffers)
     items, transfers = _plan(task, regimes, chunks, buffers, ranks, kv_prefetch_depth)
     pipeline.run_items(task, items, transfers)
-    nisa.dma_copy(lost.ap([[1, pipeline.P], [1, 1]], offset=nl.program_id() * pipeline.P), count)
+    nisa.dma_copy(lost.ap([[1, layout.P], [1, 1]], offset=nl.program_id() * layout.P), count)
     if with_lse:
         return out, lse[0], lost
     return out, lost
@@ -82,8 +83,8 @@ def _pairs(replica_groups):
 def _heads_at_once(q, k):
     """Key heads whose queries and sums fit CHUNK_BYTES on each core."""
     heads, queries, d = q.shape
-    tiles = pipeline.tiles_of(queries) * (heads // k.shape[0])
-    needed = tiles * (4 * (d + 1) + pipeline.P * pipeline.itemsize(q))
+    tiles = layout.tiles_of(queries) * (heads // k.shape[0])
+    needed = tiles * (4 * (d + 1) + layout.P * layout.itemsize(q))
     return max(1, CHUNK_BYTES * nl.num_programs() // needed)
 
 
@@ -92,7 +93,7 @@ def _pack(task, chunks, buffers):
     k, sections, own = task["k"], [], []
     for c in range(len(chunks)):
         for head in range(chunks[c][0], chunks[c][1]):
-            for section in pipeline.sections_of(head, k.shape[1], k.shape[2], pipeline.itemsize(k)):
+            for section in layout.sections_of(head, k.shape[1], k.shape[2], layout.itemsize(k)):
                 section["slot"], section["home"] = head - chunks[c][0], buffers[c][0]
                 sections.append(section)
     for n in range(nl.program_id(), len(sections), nl.num_programs()):
@@ -102,9 +103,9 @@ def _pack(task, chunks, buffers):
         for ahead in range(n, min(n + 2, len(own))):
             if not own[ahead]["fetched"]:
                 own[ahead]["fetched"] = True
-                pipeline.fetch_section(task, own[ahead])
-        pipeline.turn_section(task, own[n])
-        pipeline.store_section(task, own[n], own[n].pop("home"))
+                layout.fetch_section(task, own[ahead])
+        layout.turn_section(task, own[n])
+        layout.store_section(task, own[n], own[n].pop("home"))
         own[n].pop("keys")
         own[n].pop("values")
     if nl.num_programs() == 2:
@@ -115,7 +116,7 @@ def _pack(task, chunks, buffers):
 def _plan(task, regimes, chunks, buffers, ranks, depth):
     """Items in order, chunk by chunk and step by step, and the transfers between them."""
     q, k = task["q"], task["k"]
-    share, size = q.shape[0] // k.shape[0], pipeline.itemsize(k)
+    share, size = q.shape[0] // k.shape[0], layout.itemsize(k)
     items, transfers, here = [], [], []  # here: for each chunk and step, the transfers after which its block is there
     for _ in range(len(chunks)):
         here.append([0])
@@ -135,7 +136,7 @@ def _plan(task, regimes, chunks, buffers, ranks, depth):
                 for piece in pieces:
                     if piece["head"] // share == key_head:
                         mine.append(piece)
-                sections = pipeline.sections_of(key_head, k.shape[1], k.shape[2], size)
+                sections = layout.sections_of(key_head, k.shape[1], k.shape[2], size)
                 for section in sections:
                     section["packed"] = (buffers[c][step % len(buffers[c])],)
                     section["slot"] = key_head - chunks[c][0]

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention as a list of items, each a piece of queries over a section of keys, with stationary keys.
 
-Scores `[keys, queries]` go into the second matmul without a transpose. The order of keys does not matter to softmax, so
-of a run of 128·T rows partition p holds rows p·T to p·T + T − 1, which lie side by side in HBM, and tile t holds row
-p·T + t of every p; what is left of a run, fewer than 128 rows, is a last tile of its own.
+Scores `[keys, queries]` go into the second matmul without a transpose.
 
 A piece is up to 512 consecutive queries of a head, one PSUM bank of float32 scores. How its softmax is kept in range
 (`omni_neuron_kernels.softmax_regimes` has the proofs):
@@ -21,103 +19,13 @@ import nki.collectives as ncc
 import nki.isa as nisa
 import nki.language as nl
 
-P = 128
+from omni_neuron_kernels.nki_kernels import attention_layout as layout
+
 PIECE_ROWS = 512
-MATMUL_COLUMNS = 512
-SECTION_BYTES = 16 * 1024  # of transposed keys on chip at a time, per partition
 LOOK_AHEAD = 2  # score tiles that TensorE computes before it needs the first one's exponentials
 LOOK_AHEAD_WITH_MAXIMUM = 1  # there it also has the next maximum to work on, which takes PSUM banks
 LOG_RANGE = 64  # ScalarE's logarithm takes 2^-64 to 2^64
 LARGEST = 3.4028234e38  # below infinity in float32
-
-
-def tiles_of(rows):
-    """128-row tiles that cover `rows`."""
-    return (rows + P - 1) // P
-
-
-def tile_rows(rows, tile):
-    """Rows of one of the tiles: 128, or fewer in the last one."""
-    return min(P, rows - tile * P)
-
-
-def parts(rows):
-    """(partitions, first tile, last tile + 1) of the full tiles, and of the last one where it is not full."""
-    full, result = rows // P, []
-    if full:
-        result.append((P, 0, full))
-    if rows % P:
-        result.append((rows % P, full, full + 1))
-    return result
-
-
-def hbm_rows(tensor, head, first, part):
-    """The rows of one of `parts` as `[partitions, tiles, width]`; `tensor` is `[heads, rows, width]`."""
-    p, low, high = part
-    width, tiles = tensor.shape[2], high - low
-    start = (head * tensor.shape[1] + first + low * P) * width
-    return tensor.ap([[tiles * width, p], [width, tiles], [1, width]], offset=start)
-
-
-def hbm_numbers(tensor, head, first, part):
-    """As `hbm_rows` of `[heads, rows]`, one number a row: `[partitions, tiles]`."""
-    p, low, high = part
-    return tensor.ap([[high - low, p], [1, high - low]], offset=head * tensor.shape[1] + first + low * P)
-
-
-def chunks_of(width):
-    """(first, size) of pieces of the head dim that a matmul can contract."""
-    result = []
-    for first in range(0, width, P):
-        result.append((first, min(P, width - first)))
-    return result
-
-
-def section_rows(rows, width, itemsize):
-    """Rows of each section: as few sections as SECTION_BYTES allows, as equal as tiles allow."""
-    most = max(1, SECTION_BYTES // (len(chunks_of(width)) * P * itemsize))
-    tiles = tiles_of(rows)
-    sections = (tiles + most - 1) // most
-    return (tiles + sections - 1) // sections * P
-
-
-def itemsize(tensor):
-    """Bytes of an element of a float32 or bfloat16 tensor."""
-    return 4 if tensor.dtype == "float32" else 2
-
-
-def psum_banks(regimes):
-    """The eight banks of PSUM, one tile each: for sums over a section, for scores, and for all else."""
-    some_maximum = False
-    for regime in regimes:
-        some_maximum = some_maximum or regime == "running_maximum"
-    tiles = []
-    for _ in range(8):
-        tiles.append(nl.ndarray((P, MATMUL_COLUMNS), "float32", buffer=nl.psum))
-    first = 6 if some_maximum else 7
-    return {"totals": tiles[0:4], "scores": tiles[4:first], "others": tiles[first:8]}
-
-
-def _bank(tiles, shape, dtype):
-    """The one of the tiles that was used longest ago."""
-    tile = tiles.pop(0)
-    tiles.append(tile)
-    return (tile if dtype == "float32" else tile.view(dtype))[0 : shape[0], 0 : shape[1]]
-
-
-def ones(dtype):
-    """Two rows of ones, which add up the two rows of a shift."""
-    tile = nl.ndarray((2, P), dtype, buffer=nl.sbuf)
-    nisa.memset(tile, 1.0)
-    return tile
-
-
-def sections_of(head, rows, width, size):
-    """Sections of one key head, not on chip yet."""
-    step, result = section_rows(rows, width, size), []
-    for first in range(0, rows, step):
-        result.append({"head": head, "first": first, "rows": min(step, rows - first), "packed": (), "fetched": False})
-    return result
 
 
 def pieces_of(head, rows, regime):
@@ -213,11 +121,11 @@ def _sum_item(task, item, scan, waiting):
     keys, values, rows = section["keys"], section["values"], section["rows"]
     shifted = piece["regime"] == "running_maximum"
     look_ahead = LOOK_AHEAD_WITH_MAXIMUM if shifted or scan["count"] else LOOK_AHEAD
-    tiles, totals = tiles_of(rows), []
+    tiles, totals = layout.tiles_of(rows), []
     for j in range(tiles):
-        p = tile_rows(rows, j)
-        scores = _bank(task["banks"]["scores"], (p, piece["rows"]), "float32")
-        _multiply(scores, keys, j * P, p, piece["columns"], 0, piece["rows"], task["chunks"])
+        p = layout.tile_rows(rows, j)
+        scores = layout.bank(task["banks"]["scores"], (p, piece["rows"]), "float32")
+        _multiply(scores, keys, j * layout.P, p, piece["columns"], 0, piece["rows"], task["chunks"])
         if shifted:
             nisa.nc_matmul(scores, task["ones"][:, 0:p], item["shifts"], accumulate=True)
         weights = nl.ndarray((p, piece["rows"]), values.dtype, buffer=nl.sbuf)
@@ -251,13 +159,13 @@ def _accumulate(task, entry):
     item, j, totals, weights = entry["item"], entry["tile"], entry["totals"], entry["weights"]
     piece, rows = item["piece"], item["section"]["rows"]
     if j == 0:  # not before the totals of the item before are free
-        for t in range(tiles_of(piece["rows"])):
-            shape = (tile_rows(piece["rows"], t), entry["values"].shape[2])
-            totals.append(_bank(task["banks"]["totals"], shape, "float32"))
+        for t in range(layout.tiles_of(piece["rows"])):
+            shape = (layout.tile_rows(piece["rows"], t), entry["values"].shape[2])
+            totals.append(layout.bank(task["banks"]["totals"], shape, "float32"))
     for t in range(len(totals)):
-        columns = weights[:, t * P : t * P + tile_rows(piece["rows"], t)]
-        nisa.nc_matmul(totals[t], columns, entry["values"][0 : tile_rows(rows, j), j], accumulate=(j > 0))
-    if j < tiles_of(rows) - 1:
+        columns = weights[:, t * layout.P : t * layout.P + layout.tile_rows(piece["rows"], t)]
+        nisa.nc_matmul(totals[t], columns, entry["values"][0 : layout.tile_rows(rows, j), j], accumulate=(j > 0))
+    if j < layout.tiles_of(rows) - 1:
         return
     _merge(item, totals)
     if item["last"]:
@@ -272,11 +180,11 @@ def _merge(item, totals):
     if piece["summed"]:
         left = nl.ndarray(sums.shape, "float32", buffer=nl.sbuf)
     for t in range(len(totals)):
-        nisa.tensor_copy(left[0 : tile_rows(piece["rows"], t), t], totals[t])
+        nisa.tensor_copy(left[0 : layout.tile_rows(piece["rows"], t), t], totals[t])
     if not piece["summed"]:
         piece["summed"] = True
         return
-    for part in parts(piece["rows"]):
+    for part in layout.parts(piece["rows"]):
         p, low, high = part
         if piece["regime"] != "running_maximum":
             nisa.tensor_tensor(sums[0:p, low:high], sums[0:p, low:high], left[0:p, low:high], nl.add)
@@ -291,20 +199,20 @@ def _finish(task, piece):
     """Divide a piece's sums and write what was asked for."""
     d, rows, head, first = task["q"].shape[2], piece["rows"], piece["head"], piece["first"]
     sums = piece.pop("sums")
-    result = nl.ndarray((min(P, rows), tiles_of(rows), d), task["q"].dtype, buffer=nl.sbuf)
-    for t in range(tiles_of(rows)):
-        p = tile_rows(rows, t)
+    result = nl.ndarray((min(layout.P, rows), layout.tiles_of(rows), d), task["q"].dtype, buffer=nl.sbuf)
+    for t in range(layout.tiles_of(rows)):
+        p = layout.tile_rows(rows, t)
         inverse = nl.ndarray((p, 1), "float32", buffer=nl.sbuf)
         nisa.reciprocal(inverse, sums[0:p, t, d : d + 1])
         nisa.tensor_scalar(result[0:p, t], sums[0:p, t, 0:d], nl.multiply, inverse)
-    for part in parts(rows):
+    for part in layout.parts(rows):
         p, low, high = part
-        nisa.dma_copy(hbm_rows(task["out"], head, first, part), result[0:p, low:high])
+        nisa.dma_copy(layout.hbm_rows(task["out"], head, first, part), result[0:p, low:high])
         if len(task["counts"]):
             _count_lost(task["counts"][0][0:p], sums[0:p, low:high, d])
         if len(task["lse"]):
             logs = _log_sum_exp(task, piece, sums[0:p, low:high, d], part)
-            nisa.dma_copy(hbm_numbers(task["lse"][0], head, first, part), logs)
+            nisa.dma_copy(layout.hbm_numbers(task["lse"][0], head, first, part), logs)
     piece.pop("columns")
 
 
@@ -341,49 +249,15 @@ def _fetch(task, item):
     piece, section = item["piece"], item["section"]
     if not piece["fetched"]:
         piece["fetched"] = True
-        piece["data"] = _load(task["q"], piece)
+        piece["data"] = layout.load_rows(task["q"], piece)
         if piece["regime"] == "tile_shift":
             bias, tiles = task["biases"][0], task["biases"][0].shape[1]
-            piece["bias"] = nl.ndarray((P, 1), "float32", buffer=nl.sbuf)
+            piece["bias"] = nl.ndarray((layout.P, 1), "float32", buffer=nl.sbuf)
             start = piece["head"] * tiles + piece["first"] // PIECE_ROWS
-            nisa.dma_copy(piece["bias"], bias.ap([[0, P], [1, 1]], offset=start))
+            nisa.dma_copy(piece["bias"], bias.ap([[0, layout.P], [1, 1]], offset=start))
     if not section["fetched"]:
         section["fetched"] = True
-        fetch_section(task, section)
-
-
-def _load(tensor, run):
-    """A run of rows as `[partitions, tiles, d]`."""
-    rows = run["rows"]
-    data = nl.ndarray((min(P, rows), tiles_of(rows), tensor.shape[2]), tensor.dtype, buffer=nl.sbuf)
-    for part in parts(rows):
-        nisa.dma_copy(data[0 : part[0], part[1] : part[2]], hbm_rows(tensor, run["head"], run["first"], part))
-    return data
-
-
-def fetch_section(task, section):
-    """Start to load a section, from the keys and values or from where `store_section` put it."""
-    rows, width = section["rows"], task["k"].shape[2]
-    if not len(section["packed"]):
-        section["key_data"], section["value_data"] = _load(task["k"], section), _load(task["v"], section)
-        if len(task["masks"]):
-            mask, heads = task["masks"][0], task["k"].shape[0] // task["masks"][0].shape[0]
-            section["mask"] = nl.ndarray((min(P, rows), tiles_of(rows)), mask.dtype, buffer=nl.sbuf)
-            for part in parts(rows):
-                numbers = hbm_numbers(mask, section["head"] // heads, section["first"], part)
-                nisa.dma_copy(section["mask"][0 : part[0], part[1] : part[2]], numbers)
-        return
-    section["keys"], section["values"] = _section_tiles(task, rows)
-    nisa.dma_copy(section["keys"][0:width, 0], _packed_keys(section, width))
-    for part in parts(rows):
-        nisa.dma_copy(section["values"][0 : part[0], part[1] : part[2]], _packed_values(section, width, part))
-
-
-def _section_tiles(task, rows):
-    """Transposed keys `[≤ 128, chunks, rows]`, and values with one more column `[partitions, tiles, d + 1]`."""
-    k = task["k"]
-    keys = nl.ndarray((task["chunks"][0][1], len(task["chunks"]), rows), k.dtype, buffer=nl.sbuf)
-    return keys, nl.ndarray((min(P, rows), tiles_of(rows), k.shape[2] + 1), k.dtype, buffer=nl.sbuf)
+        layout.fetch_section(task, section)
 
 
 def _turn(task, item):
@@ -393,80 +267,21 @@ def _turn(task, item):
         piece["columns"] = nl.ndarray(
             (task["chunks"][0][1], len(task["chunks"]), piece["rows"]), task["q"].dtype, buffer=nl.sbuf
         )
-        _transpose(task, piece["columns"], piece.pop("data"), piece["rows"])
-        tiles = tiles_of(piece["rows"])
-        piece["sums"] = nl.ndarray((min(P, piece["rows"]), tiles, task["q"].shape[2] + 1), "float32", buffer=nl.sbuf)
+        layout.transpose(task, piece["columns"], piece.pop("data"), piece["rows"])
+        tiles = layout.tiles_of(piece["rows"])
+        shape = (min(layout.P, piece["rows"]), tiles, task["q"].shape[2] + 1)
+        piece["sums"] = nl.ndarray(shape, "float32", buffer=nl.sbuf)
         if piece["regime"] == "running_maximum":
-            piece["peaks"] = nl.ndarray((min(P, piece["rows"]), tiles), "float32", buffer=nl.sbuf)
-    turn_section(task, section)
-
-
-def turn_section(task, section):
-    """Transposed keys, and values with a column of ones, which makes the second matmul sum the weights as well.
-
-    Where keys are masked that column is the mask: a masked key's weight counts for nothing, whatever it is.
-    """
-    if "key_data" not in section:
-        return
-    rows, d = section["rows"], task["k"].shape[2]
-    keys, values = _section_tiles(task, rows)
-    _transpose(task, keys, section.pop("key_data"), rows)
-    data = section.pop("value_data")
-    for part in parts(rows):
-        p, low, high = part
-        nisa.tensor_copy(values[0:p, low:high, 0:d], data[0:p, low:high])
-        if len(task["masks"]):
-            nisa.tensor_copy(values[0:p, low:high, d], section["mask"][0:p, low:high])
-        else:
-            nisa.memset(values[0:p, low:high, d : d + 1], 1.0)
-    section["keys"], section["values"] = keys, values
-
-
-def _transpose(task, turned, data, rows):
-    chunks = task["chunks"]
-    for t in range(tiles_of(rows)):
-        p = tile_rows(rows, t)
-        for c in range(len(chunks)):
-            first, width = chunks[c]
-            flipped = _bank(task["banks"]["others"], (width, p), data.dtype)
-            nisa.nc_transpose(flipped, data[0:p, t, first : first + width], engine=nisa.engine.tensor)
-            nisa.tensor_copy(turned[0:width, c, t * P : t * P + p], flipped)
-
-
-def packed_size(rows, width):
-    """Elements of a key head's sections as `store_section` keeps them."""
-    return rows * (2 * width + 1)
-
-
-def store_section(task, section, buffer):
-    """Keep a turned section in HBM as it lies on chip, in row `section["slot"]` of `buffer`."""
-    width = task["k"].shape[2]
-    section["packed"] = (buffer,)
-    nisa.dma_copy(_packed_keys(section, width), section["keys"][0:width, 0])
-    for part in parts(section["rows"]):
-        nisa.dma_copy(_packed_values(section, width, part), section["values"][0 : part[0], part[1] : part[2]])
-
-
-def _packed_keys(section, width):
-    buffer, rows = section["packed"][0], section["rows"]
-    start = section["slot"] * buffer.shape[1] + packed_size(section["first"], width)
-    return buffer.ap([[rows, width], [1, rows]], offset=start)
-
-
-def _packed_values(section, width, part):
-    buffer, rows = section["packed"][0], section["rows"]
-    p, low, high = part
-    start = section["slot"] * buffer.shape[1] + packed_size(section["first"], width) + rows * width
-    row = (high - low) * (width + 1)
-    return buffer.ap([[row, p], [width + 1, high - low], [1, width + 1]], offset=start + low * P * (width + 1))
+            piece["peaks"] = nl.ndarray((min(layout.P, piece["rows"]), tiles), "float32", buffer=nl.sbuf)
+    layout.turn_section(task, section)
 
 
 def _new_scan(item):
     """Room for the maxima of each tile of queries over chunks of the section's keys; nothing is found yet."""
     rows, keys = item["piece"]["rows"], item["section"]["rows"]
-    chunks = (keys + MATMUL_COLUMNS - 1) // MATMUL_COLUMNS
-    found = nl.ndarray((min(P, rows), tiles_of(rows), chunks), "float32", buffer=nl.sbuf)
-    return {"item": item, "found": found, "done": 0, "count": tiles_of(rows) * chunks}
+    chunks = (keys + layout.MATMUL_COLUMNS - 1) // layout.MATMUL_COLUMNS
+    found = nl.ndarray((min(layout.P, rows), layout.tiles_of(rows), chunks), "float32", buffer=nl.sbuf)
+    return {"item": item, "found": found, "done": 0, "count": layout.tiles_of(rows) * chunks}
 
 
 def _scan_until(task, scan, end):
@@ -477,10 +292,10 @@ def _scan_until(task, scan, end):
     chunks = found.shape[2]
     for number in range(scan["done"], end):
         t, c = number // chunks, number % chunks
-        p, first = tile_rows(piece["rows"], t), c * MATMUL_COLUMNS
-        columns = min(section["rows"] - first, MATMUL_COLUMNS)
-        scores = _bank(task["banks"]["others"], (p, columns), "float32")
-        _multiply(scores, piece["columns"], t * P, p, section["keys"], first, columns, task["chunks"])
+        p, first = layout.tile_rows(piece["rows"], t), c * layout.MATMUL_COLUMNS
+        columns = min(section["rows"] - first, layout.MATMUL_COLUMNS)
+        scores = layout.bank(task["banks"]["others"], (p, columns), "float32")
+        _multiply(scores, piece["columns"], t * layout.P, p, section["keys"], first, columns, task["chunks"])
         nisa.tensor_reduce(found[0:p, t, c : c + 1], nl.maximum, scores, axis=1)
     scan["done"] = end
 
@@ -495,10 +310,10 @@ def _shift_item(task, scan):
     item, found = scan["item"], scan["found"]
     piece, dtype, scale = item["piece"], task["k"].dtype, task["scale"]
     rows = piece["rows"]
-    both = nl.ndarray((min(P, rows), tiles_of(rows), 2), dtype, buffer=nl.sbuf)
-    factors = nl.ndarray((min(P, rows), tiles_of(rows), 2), "float32", buffer=nl.sbuf)
+    both = nl.ndarray((min(layout.P, rows), layout.tiles_of(rows), 2), dtype, buffer=nl.sbuf)
+    factors = nl.ndarray((min(layout.P, rows), layout.tiles_of(rows), 2), "float32", buffer=nl.sbuf)
     shifts = nl.ndarray((2, rows), dtype, buffer=nl.sbuf)
-    for part in parts(rows):
+    for part in layout.parts(rows):
         p, low, high = part
         exact = nl.ndarray((p, high - low), "float32", buffer=nl.sbuf)
         rounded, rest = both[0:p, low:high, 0], both[0:p, low:high, 1]
@@ -506,9 +321,9 @@ def _shift_item(task, scan):
         nisa.tensor_copy(rounded, exact)
         nisa.tensor_tensor(rest, exact, rounded, nl.subtract)
         for t in range(low, high):
-            flipped = _bank(task["banks"]["others"], (2, p), dtype)
+            flipped = layout.bank(task["banks"]["others"], (2, p), dtype)
             nisa.nc_transpose(flipped, both[0:p, t], engine=nisa.engine.tensor)
-            nisa.tensor_copy(shifts[:, t * P : t * P + p], flipped)
+            nisa.tensor_copy(shifts[:, t * layout.P : t * layout.P + p], flipped)
         running = piece["peaks"][0:p, low:high]
         used = nl.ndarray((p, high - low), "float32", buffer=nl.sbuf)
         nisa.tensor_tensor(used, rounded, rest, nl.add)
