@@ -19,4 +19,6 @@ def causal_conv3d(
     frames = x if past is None else torch.cat([past, x], dim=2)
     if padding[0]:
         frames = F.pad(frames, (0, 0, 0, 0, padding[0], 0))
+    if frames.shape[2] == weight.shape[2] == 1:
+        return F.conv2d(frames.squeeze(2), weight.squeeze(2), bias, padding=padding[1:]).unsqueeze(2)
     return F.conv3d(frames, weight, bias, padding=(0, *padding[1:]))

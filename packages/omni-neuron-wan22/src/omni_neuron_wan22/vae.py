@@ -34,12 +34,11 @@ class FeatureCache:
     def exchange(self, frames: torch.Tensor) -> torch.Tensor:
         """The two frames before `frames` `[B, C, T, H, W]`, of which the last two become the next call's past."""
         past = next(self._past)
-        if frames.shape[2] < CACHED_FRAMES:
-            self.future.append(torch.cat([past[:, :, frames.shape[2] :], frames], dim=2))
-        else:
-            # Contiguous, as the first chunk's zeros are: other strides are another graph to a compiler, and a view
-            # would keep all of `frames`.
-            self.future.append(frames[:, :, -CACHED_FRAMES:].contiguous())
+        missing = CACHED_FRAMES - frames.shape[2]
+        latest = torch.cat([past[:, :, -missing:], frames], dim=2) if missing > 0 else frames[:, :, -CACHED_FRAMES:]
+        # Contiguous, as the first chunk's zeros are: other strides are another graph to a compiler, and a view would
+        # keep all of `frames`.
+        self.future.append(latest.contiguous())
         return past
 
     def skip(self) -> None:
@@ -136,13 +135,25 @@ class WanUpsample(nn.Module):
         return images.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
 
 
+class WanImageConv(nn.Conv2d):
+    """A 3 × 3 convolution that keeps height and width: `[B, C, H, W]` to `[B, C', H, W]`."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__(in_channels, out_channels, 3, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        assert self.bias is not None
+        return causal_conv3d(images.unsqueeze(2), self.weight.unsqueeze(2), self.bias, padding=(0, 1, 1)).squeeze(2)
+
+
 class WanResample(nn.Module):
     """Doubles height and width and halves the channels; with `temporal`, doubles the frames first."""
 
     def __init__(self, channels: int, *, temporal: bool):
         super().__init__()
         self.time_conv = WanCausalConv3d(channels, 2 * channels, (3, 1, 1)) if temporal else None
-        self.resample = nn.Sequential(WanUpsample(), nn.Conv2d(channels, channels // 2, 3, padding=1))
+        self.resample = nn.Sequential(WanUpsample(), WanImageConv(channels, channels // 2))
 
     def forward(self, frames: torch.Tensor, cache: FeatureCache, first_chunk: bool) -> torch.Tensor:
         """`[B, C, T, H, W]` to `[B, C / 2, T or 2 T, 2 H, 2 W]`; the first latent frame is one frame, not four."""
