@@ -24,13 +24,15 @@ import torch
 import torch.distributed as dist
 from torch.utils import dlpack
 
-from omni_neuron_runtime import env
 from omni_neuron_runtime.compile.errors import CompileError
 
 # bfloat16 is rounded after every operation, as torch does, instead of wherever it suits the compiler.
 _XLA_OPTIONS = (("xla_allow_excess_precision", False),)
 _ADDRESS_KEY = "omni_neuron/pjrt_address"
 _START_SECONDS = 120
+# A heartbeat that is missed aborts every process. A rank that dies is seen by whoever started it, which ends the others;
+# one that is slow, on a busy machine, is not dead.
+_HEARTBEAT_SECONDS = 24 * 3600
 _ALIGNMENT = 64
 
 Executable = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -141,19 +143,20 @@ def _world_client() -> Any:
     # A world that was destroyed and made anew in the same processes has a store of its own.
     if rank == 0:
         address = f"127.0.0.1:{_free_port()}"
-        _Held.service = internal.get_distributed_runtime_service(address, world, shutdown_timeout=1)
+        _Held.service = internal.get_distributed_runtime_service(
+            address, world, heartbeat_timeout=_HEARTBEAT_SECONDS, shutdown_timeout=1
+        )
         store.set(_ADDRESS_KEY, address)
     with _deadline_names("the address of rank 0 for the compiled collectives"):
         store.wait([_ADDRESS_KEY], timedelta(seconds=_START_SECONDS))
     address = store.get(_ADDRESS_KEY).decode()
-    # No shutdown barrier at exit: a rank that ends, well or badly, must not make the others wait. The timeout of a
-    # collective is torch's concern: a rank that dies is seen by the engine, which ends the others.
+    # No shutdown barrier at exit: a rank that ends, well or badly, must not make the others wait.
     client = internal.get_distributed_runtime_client(
         address,
         rank,
         init_timeout=_START_SECONDS,
         shutdown_timeout=1,
-        heartbeat_timeout=env.get("OMNI_NEURON_COLLECTIVE_TIMEOUT_S"),
+        heartbeat_timeout=_HEARTBEAT_SECONDS,
         shutdown_on_destruction=False,
     )
     with _deadline_names("the other ranks' compiled collectives"):

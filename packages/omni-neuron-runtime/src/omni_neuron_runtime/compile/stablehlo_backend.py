@@ -65,11 +65,10 @@ def neuron_stablehlo(
 def artifact_facts(imported: ImportedGraph, options: BackendOptions) -> dict[str, Any]:
     """What decides, besides a module's text, what a compiler makes of it; the same on every rank.
 
-    The topology is in the replica groups, which are in the text too; here it tells two worlds apart that have none.
+    Not the component's name: two experts are one module. The topology is in the replica groups, which are in the text too; here it tells two worlds apart that have none.
     """
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return {
-        "model_name": options.model_name,
         "compiler_args": sorted(options.compiler_args),
         "target": env.get("NEURON_PLATFORM_TARGET_OVERRIDE") or "cpu",
         "world_size": world,
