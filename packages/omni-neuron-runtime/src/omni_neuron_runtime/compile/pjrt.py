@@ -30,7 +30,7 @@ from omni_neuron_runtime.compile.errors import CompileError
 _XLA_OPTIONS = (("xla_allow_excess_precision", False),)
 _ADDRESS_KEY = "omni_neuron/pjrt_address"
 _START_SECONDS = 120
-# A heartbeat that is missed aborts every process. A rank that dies is seen by whoever started it, which ends the others;
+# A heartbeat that is missed aborts every process. A rank that dies is seen by whoever started it and ends the others;
 # one that is slow, on a busy machine, is not dead.
 _HEARTBEAT_SECONDS = 24 * 3600
 _ALIGNMENT = 64

@@ -65,7 +65,8 @@ def neuron_stablehlo(
 def artifact_facts(imported: ImportedGraph, options: BackendOptions) -> dict[str, Any]:
     """What decides, besides a module's text, what a compiler makes of it; the same on every rank.
 
-    Not the component's name: two experts are one module. The topology is in the replica groups, which are in the text too; here it tells two worlds apart that have none.
+    Not the component's name: two experts are one module. The topology is in the replica groups, which are in the text
+    too; here it tells two worlds apart that have none.
     """
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return {
