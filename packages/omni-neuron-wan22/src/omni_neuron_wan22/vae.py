@@ -362,6 +362,7 @@ class NeuronAutoencoderKLWan(nn.Module):
         hidden = self.post_quant_conv(latents)
         feature_cache = self.decoder.empty_feature_cache(hidden[:, :, :1])
         for index in range(hidden.shape[2]):
-            frame = hidden[:, :, index : index + 1]
+            # Contiguous: the strides of a slice depend on the number of frames, and other strides are another graph.
+            frame = hidden[:, :, index : index + 1].contiguous()
             frames, feature_cache = self.decoder(frame, feature_cache, first_chunk=index == 0)
             yield frames
