@@ -117,7 +117,7 @@ def run(session: nox.Session) -> None:
 
 @dev_session
 def demo(session: nox.Session) -> None:
-    """Make a tiny Wan2.2 checkpoint and turn a prompt into an MP4 on this CPU; arguments go to examples/demo.py."""
+    """Turn three prompts into MP4s on this CPU and say what they show; arguments go to examples/demo.py."""
     Dev(session).run("python", "examples/demo.py", *session.posargs, env=_test_environment())
 
 

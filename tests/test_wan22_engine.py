@@ -268,14 +268,13 @@ def test_refusals_reach_the_caller_before_a_worker_starts(refusals: dict, case: 
 
 
 def test_demo(tmp_path: Path) -> None:
-    """The README's first command, with less to compute."""
-    options = ["--folder", str(tmp_path), "--height", "64", "--width", "96", "--num-frames", "9"]
-    options += ["--num-inference-steps", "4", "--tensor-parallel-size", "1", "--fps", "12"]
+    """The README's first command, on one worker: the videos show what was asked for, and that is said."""
+    options = ["--folder", str(tmp_path), "--tensor-parallel-size", "1"]
     demo = Path(__file__).parents[1] / "examples" / "demo.py"
     run = subprocess.run(
         [sys.executable, str(demo), *options], env=environment(), capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    assert f"{tmp_path / 'video.mp4'}: 9 frames of 96×64 at 12 fps, as asked" in run.stdout
-    for part in ("2 transformer + 2 transformer_2", "unipc, shift 5, boundary 0.875", "TP 1 × CP 1 × CFG 1"):
-        assert part in run.stdout
+    assert "seen:  a red circle moving right" in run.stdout
+    assert "3 of 3 as asked" in run.stdout
+    assert len(list(tmp_path.glob("*.mp4"))) == 3 and (tmp_path / "contact-sheet.png").stat().st_size > 1000
