@@ -14,7 +14,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from omni_neuron_testkit import CAPTIONS, COLOURS, DIRECTIONS, MEASURES, SHAPES, subject_of
+from omni_neuron_testkit import (
+    CAPTIONS,
+    COLOURS,
+    DIRECTIONS,
+    MEASURES,
+    SHAPES,
+    STRICT_OVERLAP,
+    STRICT_STRAIGHTNESS,
+    subject_of,
+)
 from shapes_training.budget import BOUNDARY_RATIO, FLOW_SHIFT
 
 
@@ -35,11 +44,11 @@ def model_card(work: Path, folder: Path, reports: list[dict[str, Any]]) -> str:
     Args:
         work: the work folder: budget and logs.
         folder: the checkpoint.
-        reports: of evaluate.py; the first without a fault gives the misses.
+        reports: of evaluate.py; those without a fault give outlines and misses.
     """
     budget = json.loads((work / "budget.json").read_text())
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors")) / 1e6
-    sound = next(report for report in reports if report["settings"]["broken"] == "None")
+    sound = [report for report in reports if report["settings"]["broken"] == "None"]
     lines = [
         "---",
         "license: apache-2.0",
@@ -68,7 +77,9 @@ def model_card(work: Path, folder: Path, reports: list[dict[str, Any]]) -> str:
         "",
         *_figures(reports),
         "",
-        "Misses of the sound run:",
+        *_outlines(sound),
+        "",
+        "Misses of the sound runs:",
         "",
         *_misses(sound),
         "",
@@ -105,9 +116,29 @@ def _cell(measure: dict[str, Any], videos: int) -> str:
     return f"{measure['right']}/{videos} = {measure['share']:.1%} ({low:.1%} to {high:.1%})"
 
 
-def _misses(report: dict[str, Any]) -> list[str]:
+def _outlines(reports: list[dict[str, Any]]) -> list[str]:
+    """Where the strict gate is lost: each of its parts alone, by shape."""
+    verdicts = [result["verdict"] for report in reports for result in report["results"]]
+    lines = [
+        "Parts of the strict gate, sound runs together:",
+        "",
+        "| shape | videos | overlap > 0.8 | straight path | mean overlap |",
+        "|---|---|---|---|---|",
+    ]
+    for name, group in (
+        *((shape, [verdict for verdict in verdicts if verdict["shape"] == shape]) for shape in SHAPES),
+        ("all", verdicts),
+    ):
+        clean = sum(verdict["overlap"] > STRICT_OVERLAP for verdict in group)
+        straight = sum(verdict["direction_confidence"] > STRICT_STRAIGHTNESS for verdict in group)
+        mean = sum(verdict["overlap"] for verdict in group) / max(1, len(group))
+        lines.append(f"| {name} | {len(group)} | {clean} | {straight} | {mean:.2f} |")
+    return lines
+
+
+def _misses(reports: list[dict[str, Any]]) -> list[str]:
     lines = []
-    for result in report["results"]:
+    for result in (result for report in reports for result in report["results"]):
         asked, verdict = subject_of(result["prompt"]), result["verdict"]
         if any(verdict[name] != getattr(asked, name) for name in ("colour", "shape", "direction")):
             overlap = f"overlap {verdict['overlap']:.2f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .__about__ import __version__
 from .grid import MEASURES, Accuracy, GridPrompt, measure_accuracy, prompt_grid, wilson_interval
-from .judge import Verdict, judge, read_video
+from .judge import STRICT_OVERLAP, STRICT_STRAIGHTNESS, Verdict, judge, read_video
 from .shapes import (
     CAPTIONS,
     COLOURS,
@@ -26,6 +26,8 @@ __all__ = [
     "DIRECTIONS",
     "MEASURES",
     "SHAPES",
+    "STRICT_OVERLAP",
+    "STRICT_STRAIGHTNESS",
     "Accuracy",
     "GridPrompt",
     "Scene",
