@@ -128,7 +128,7 @@ def test(session: nox.Session) -> None:
     if not session.posargs:
         _lint(development)
         _typing(development)
-    # OpenMP threads of two processes on two cores spin against each other; both have to collect the same order of tests.
+    # OpenMP threads of two processes on two cores spin against each other; both collect the tests in one order.
     environment = {**_test_environment(), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     development.run("pytest", *(session.posargs or _all_tests()), env=environment)
 
