@@ -14,6 +14,7 @@ from omni_neuron_runtime import (
     component_compiler_args,
     register_process_group_replica_groups,
 )
+from omni_neuron_runtime.compile import replica_groups
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +113,9 @@ def test_unknown_options():
 
 
 @pytest.fixture
-def world_of_four():
+def world_of_four(monkeypatch):
+    # c10d counts group names from 0 in every world: other tests of this process may have registered the same ones.
+    monkeypatch.setattr(replica_groups, "_partitions", {})
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
