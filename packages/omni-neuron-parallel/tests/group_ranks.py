@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -158,3 +159,26 @@ def absent_from_making(timeout: float) -> str:
     except CollectiveError as error:
         return str(error)
     return "no error"
+
+
+def left_making_early(topology: Topology) -> bool:
+    """On rank 0: whether rank 1 was done with making the groups while rank 0 still made them."""
+    store, rank, early = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        groups = make(*arguments, **options)
+        time.sleep(0.5)
+        early.append(store.check(["rank 1 has left"]))
+        return groups
+
+    make = dist.new_subgroups_by_enumeration
+    if rank == 0:
+        dist.new_subgroups_by_enumeration = slow
+    try:
+        initialize_parallel(topology)
+        if rank == 1:
+            store.set("rank 1 has left", "")
+    finally:
+        dist.new_subgroups_by_enumeration = make
+        destroy_parallel()
+    return any(early)

@@ -164,6 +164,11 @@ def test_where_the_mesh_is_in_force_ranks_are_laid_on_it(
     assert adopted == [expected]
 
 
+def test_no_rank_leaves_the_making_of_a_group_early(two_ranks: RankPool) -> None:
+    # It might end the group at once, and with it the connections that another rank is still making.
+    assert two_ranks.run(group_ranks.left_making_early, Topology(tp=2)) == [False, False]
+
+
 def test_device_tensors_are_not_put_in_order() -> None:
     group = AxisGroup("cp", (12, 8), 0, object())  # type: ignore[arg-type]
     assert group._places(torch.empty(0)) == [1, 0]

@@ -201,6 +201,8 @@ def make_group(name: str, partition: Partition, timeout: float | None = None) ->
         process_group, _ = dist.new_subgroups_by_enumeration(
             [list(group) for group in partition], timeout=timedelta(seconds=seconds)
         )
+        # A rank may have connected while another still does, and would break that one's making if it ended the group.
+        dist.all_reduce(torch.zeros(1), group=process_group)
     _State.made.append(process_group)
     return AxisGroup(name, ranks, ranks.index(rank), process_group)
 
