@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 
@@ -127,17 +127,9 @@ def context_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     valid = _valid_keys(kv_length, k.shape[1], group, joint_kv)
     lse: torch.Tensor | None
-    if method != "gather" and _kernel_has_a_ring(q, k, v, group, scale, sum(valid), joint_kv):
-        output, lse, _ = ring_attention(
-            q,
-            k,
-            v,
-            group=group,
-            replica_groups=get_partition(group),
-            scale=scale,
-            key_length=sum(valid),
-            return_lse=return_lse or stats is not None,
-        )
+    kernel_ring = None if method == "gather" else _kernel_ring(q, k, v, group, scale, sum(valid), joint_kv)
+    if kernel_ring is not None:
+        output, lse, _ = ring_attention(q, k, v, **kernel_ring, return_lse=return_lse or stats is not None)
         if stats is not None:
             stats.blocks += group.size
     elif method == "ring":
@@ -183,7 +175,7 @@ def _valid_keys(kv_length: int | None, shard_length: int, group: AxisGroup, join
     return [min(max(length - rank * shard_length, 0), shard_length) for rank in range(group.size)]
 
 
-def _kernel_has_a_ring(
+def _kernel_ring(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -191,12 +183,12 @@ def _kernel_has_a_ring(
     scale: float,
     kv_length: int,
     joint_kv: KeysValues | None,
-) -> bool:
-    """Whether someone's `ring_attention` takes these arguments other than the reference, which gathers."""
+) -> dict[str, Any] | None:
+    """The options of `ring_attention` where someone takes these arguments; None for the reference, which gathers."""
     if group.size == 1 or joint_kv is not None or torch.compiler.is_compiling():
-        return False
+        return None
     options = {"group": group, "replica_groups": get_partition(group), "scale": scale, "key_length": kv_length}
-    return explain("ring_attention", q, k, v, **options).provider != "torch"
+    return options if explain("ring_attention", q, k, v, **options).provider != "torch" else None
 
 
 def _gather(

@@ -122,7 +122,10 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        partial = self._product(hidden)
+        return self.sum_over_ranks(self._product(hidden))
+
+    def sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
+        """The layer's output from this rank's `x Wᵀ + b / tp`, for callers that compute that themselves."""
         if self.sequence_parallel:
             return SequenceParallel(partial.shape[-2], self.group).reduce_scatter(partial, dim=-2)
         return self.group.all_reduce(partial)

@@ -141,14 +141,7 @@ class WanOutputProjection(RowParallelLinear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the class."""
         assert self.bias is not None
-        return _sum_over_ranks(self, output_projection(hidden, self.weight.t(), self.bias))
-
-
-def _sum_over_ranks(layer: RowParallelLinear, partial: torch.Tensor) -> torch.Tensor:
-    """What `layer` does with its product: the sum over TP, whole or this rank's tokens of it."""
-    if layer.sequence_parallel:
-        return SequenceParallel(partial.shape[-2], layer.group).reduce_scatter(partial, dim=-2)
-    return layer.group.all_reduce(partial)
+        return self.sum_over_ranks(output_projection(hidden, self.weight.t(), self.bias))
 
 
 class WanSelfAttention(nn.Module):
@@ -269,7 +262,7 @@ class WanFeedForward(nn.Module):
         """`[B, S_cp, dim]` to `[B, S_tp, dim]`."""
         up, down = self.up, self.down
         assert up.bias is not None and down.bias is not None
-        return _sum_over_ranks(down, mlp(hidden, up.weight.t(), up.bias, down.weight.t(), down.bias))
+        return down.sum_over_ranks(mlp(hidden, up.weight.t(), up.bias, down.weight.t(), down.bias))
 
 
 class WanTransformerBlock(nn.Module):
