@@ -15,7 +15,7 @@ import torch
 
 from omni_neuron_kernels import nki_attention, nki_convolution, nki_fp8, nki_projection
 from omni_neuron_kernels.dispatch import Implementation
-from omni_neuron_kernels.nki_launch import CORES, SBUF_BYTES, dtype_limit, kernels_of
+from omni_neuron_kernels.nki_launch import CORES, SBUF_BYTES, dtype_limit, kernels_of, vector_row
 from omni_neuron_runtime import env, platform_target
 
 TARGETS = ("trn2", "trn3")
@@ -28,7 +28,7 @@ Op = tuple[Callable[..., Any], Refusal]  # what runs it, and its kernel's limits
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, *, epsilon: float) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return kernels_of("norms").rms_norm[CORES](rows, weight.float().reshape(1, -1), epsilon).reshape(x.shape)
+    return kernels_of("norms").rms_norm[CORES](rows, vector_row(weight), epsilon).reshape(x.shape)
 
 
 def _adaln_modulate(
@@ -56,7 +56,7 @@ def _mlp(
 ) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     up = (up_weight.contiguous(), up_bias.float().reshape(-1, 1))
-    down = (down_weight.contiguous(), down_bias.float().reshape(1, -1))
+    down = (down_weight.contiguous(), vector_row(down_bias))
     return kernels_of("feed_forward").mlp[CORES](rows, *up, *down).reshape(*x.shape[:-1], down_weight.shape[1])
 
 
@@ -71,7 +71,7 @@ def _gated_mlp(
 
 def _output_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    result = kernels_of("feed_forward").output_projection[CORES](rows, weight.contiguous(), bias.float().reshape(1, -1))
+    result = kernels_of("feed_forward").output_projection[CORES](rows, weight.contiguous(), vector_row(bias))
     return result.reshape(*x.shape[:-1], weight.shape[1])
 
 

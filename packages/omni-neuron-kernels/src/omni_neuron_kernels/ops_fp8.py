@@ -14,8 +14,9 @@ import torch
 from omni_neuron_kernels import reference_fp8
 from omni_neuron_kernels.dispatch import explain
 from omni_neuron_kernels.op_support import expect_modulation, expect_shape, run_op
-from omni_neuron_kernels.ops_projection import AllReduce, check_qkv
+from omni_neuron_kernels.ops_projection import check_qkv
 from omni_neuron_kernels.reference_fp8 import MX_GROUP, MXForm, NativeFp8Error, RowForm, ScaleRule, scale_rule
+from omni_neuron_kernels.reference_projection import AllReduce
 
 PACKED = 4  # neighbours of a column in one packed value
 PACKED_ROWS = 128  # to a multiple of which the contraction is padded

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from omni_neuron_kernels import reference_projection
 from omni_neuron_kernels.op_support import expect_shape, run_op
-
-AllReduce = Callable[[torch.Tensor], torch.Tensor]
+from omni_neuron_kernels.reference_projection import AllReduce
 
 
 def qkv_projection(

@@ -7,13 +7,12 @@ Torch has no legacy E4M3. Its finite values, up to 240, are encoded as E4M3FN en
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from omni_neuron_kernels.reference_projection import finish_qkv
+from omni_neuron_kernels.reference_projection import AllReduce, finish_qkv
 from omni_neuron_runtime import neuron_packages
 
 RowForm = Literal["e4m3", "e4m3fn"]
@@ -103,7 +102,7 @@ def fp8_qkv_projection(
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
     epsilon: float,
     ranks: int,
-    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None,
+    all_reduce: AllReduce | None,
     replica_groups: tuple[tuple[int, ...], ...] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `ops_fp8.fp8_qkv_projection`."""

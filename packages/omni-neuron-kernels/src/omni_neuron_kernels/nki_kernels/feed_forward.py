@@ -5,7 +5,9 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-P = 128
+from omni_neuron_kernels.nki_kernels import tiles
+
+P = tiles.P
 TOKENS = 512  # moving columns of a matmul: one PSUM bank of float32
 # Weight columns loaded at a time. A DMA row of less than 2 KiB takes the same time whatever its length, so wide is
 # cheap; but each 128 columns of the first weight hold one of eight PSUM banks. Of the second, each 128 tokens do.
@@ -29,7 +31,7 @@ def mlp(x, up_weight, up_bias, down_weight, down_bias):
     """
     rows, columns = x.shape[0], down_weight.shape[1]
     out = nl.ndarray((rows, columns), x.dtype, buffer=nl.shared_hbm)
-    offset = _broadcast(down_bias)
+    offset = tiles.broadcast(down_bias, 0, columns, down_bias.dtype)
     for span in _spans(rows):
         activated = _up(_transposed(x, span), up_weight, up_bias)
         _project(out, activated, down_weight, offset, span)
@@ -54,17 +56,10 @@ def output_projection(x, weight, bias):
     """x · weight + bias, sums in float32: `[rows, H]`, `[H, O]` of x's dtype, float32 `[1, O]`."""
     rows, columns = x.shape[0], weight.shape[1]
     out = nl.ndarray((rows, columns), x.dtype, buffer=nl.shared_hbm)
-    offset = _broadcast(bias)
+    offset = tiles.broadcast(bias, 0, columns, bias.dtype)
     for span in _spans(rows):
         _project(out, _transposed(x, span), weight, offset, span)
     return out
-
-
-def _broadcast(row):
-    """A `[1, F]` HBM tensor on every partition."""
-    tile = nl.ndarray((P, row.shape[1]), row.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(tile, row.ap([[0, P], [1, row.shape[1]]]))
-    return tile
 
 
 def _spans(rows):

@@ -8,7 +8,9 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-P = 128
+from omni_neuron_kernels.nki_kernels import tiles
+
+P = tiles.P
 BN_STATS_COLUMNS = 512
 SMALLEST_SCALE = 2.0**-80  # of a row of zeros
 
@@ -18,7 +20,7 @@ def rms_norm(x, weight, epsilon):
     """x / sqrt(mean(x²) + ε) · weight in float32: `[rows, F]` and `[1, F]` to `[rows, F]` of x's dtype."""
     rows, width = x.shape
     out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
-    gain = _broadcast(weight, 0, width)
+    gain = tiles.broadcast(weight, 0, width, weight.dtype)
     for r in range(P * nl.program_id(), rows, P * nl.num_programs()):
         h = min(P, rows - r)
         data = nl.ndarray((h, width), x.dtype, buffer=nl.sbuf)
@@ -113,13 +115,6 @@ def _row_quantized(data, largest, dtype):
     return result, scale
 
 
-def _broadcast(tensor, offset, width):
-    """`width` elements of an HBM tensor from `offset` on, on every partition."""
-    tile = nl.ndarray((P, width), tensor.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(tile, tensor.ap([[0, P], [1, width]], offset=offset))
-    return tile
-
-
 def _modulate(hidden, gated, scale, shift, epsilon, out, updated, quantised):
     """Rows through (gate,) norm, modulation (and quantisation).
 
@@ -133,10 +128,12 @@ def _modulate(hidden, gated, scale, shift, epsilon, out, updated, quantised):
     count = len(spans)
     waiting = 1 if len(quantised) > 0 else 0
     for b in range(batch):
-        vectors = [_broadcast(scale, b * width, width), _broadcast(shift, b * width, width)]
+        vectors = []
+        for vector in (scale, shift):
+            vectors.append(tiles.broadcast(vector, b * width, width, vector.dtype))
         nisa.tensor_scalar(vectors[0], vectors[0], nl.add, 1.0)
         if len(gated) > 0:
-            vectors.append(_broadcast(gated[1], b * width, width))
+            vectors.append(tiles.broadcast(gated[1], b * width, width, gated[1].dtype))
         loaded, summed, modulated = [], [], []
         for n in range(-2, count + 1):
             if n + 2 < count:
