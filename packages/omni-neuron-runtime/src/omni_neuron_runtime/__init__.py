@@ -9,7 +9,7 @@ from omni_neuron_runtime.__about__ import __version__
 from omni_neuron_runtime.compile.artifacts import Artifact, ArtifactCache
 from omni_neuron_runtime.compile.counters import COUNTERS, CompileCounters
 from omni_neuron_runtime.compile.errors import CompileError, compile_errors
-from omni_neuron_runtime.compile.options import compile_options, component_compiler_args
+from omni_neuron_runtime.compile.options import Component, compile_options, component_compiler_args
 from omni_neuron_runtime.compile.paper import LoweredGraph, declared_world, lower_on_paper
 from omni_neuron_runtime.compile.progress import compiling_for
 from omni_neuron_runtime.compile.replica_groups import partition_of
@@ -64,6 +64,7 @@ __all__ = [
     "CheckpointError",
     "CompileCounters",
     "CompileError",
+    "Component",
     "EnvVar",
     "EnvironmentVariableError",
     "LoadResult",

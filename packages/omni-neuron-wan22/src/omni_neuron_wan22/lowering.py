@@ -5,18 +5,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from omni_neuron_parallel import get_group
+from omni_neuron_runtime import Component
 from omni_neuron_wan22.checkpoint import WanCheckpoint
 from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError
 from omni_neuron_wan22.request import DEFAULT_MAX_SEQUENCE_LENGTH
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel
 from omni_neuron_wan22.vae import NeuronWanDecoder3d
+
+COMPONENTS = get_args(Component)
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,8 @@ class WanComponents:
         Raises:
             WanConfigError: no such component, or `layers` for the VAE.
         """
-        makers = {"transformer": self._transformer, "text_encoder": self._text_encoder, "vae": self._vae}
-        if component not in makers:
-            raise WanConfigError(f"component = {component!r}: valid are {', '.join(makers)}")
+        if component not in COMPONENTS:
+            raise WanConfigError(f"component = {component!r}: valid are {', '.join(COMPONENTS)}")
         if layers is not None and component == "vae":
             raise WanConfigError(f"layers = {layers}: the VAE is lowered whole")
         scale = self.vae_config.scale_factor_spatial
@@ -65,7 +67,9 @@ class WanComponents:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            return makers[component](grid, layers, sequence_parallel)
+            if component == "transformer":
+                return self._transformer(grid, layers, sequence_parallel)
+            return self._text_encoder(layers) if component == "text_encoder" else self._vae(grid)
         finally:
             torch.set_default_dtype(before)
 
@@ -86,18 +90,14 @@ class WanComponents:
             "return_dict": False,
         }
 
-    def _text_encoder(
-        self, grid: tuple[int, int, int], layers: int | None, sequence_parallel: bool
-    ) -> tuple[nn.Module, dict[str, Any]]:
+    def _text_encoder(self, layers: int | None) -> tuple[nn.Module, dict[str, Any]]:
         config = self.text_encoder_config
         if layers is not None:
             config = replace(config, num_layers=layers)
         tokens = torch.zeros(1, DEFAULT_MAX_SEQUENCE_LENGTH, dtype=torch.int64)
         return NeuronTextEncoderWrapper(config), {"input_ids": tokens, "attention_mask": tokens.clone()}
 
-    def _vae(
-        self, grid: tuple[int, int, int], layers: int | None, sequence_parallel: bool
-    ) -> tuple[nn.Module, dict[str, Any]]:
+    def _vae(self, grid: tuple[int, int, int]) -> tuple[nn.Module, dict[str, Any]]:
         decoder = NeuronWanDecoder3d(self.vae_config)
         frame = torch.empty(1, self.vae_config.z_dim, 1, *grid[1:])
         return decoder.requires_grad_(False), {

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from omni_neuron_parallel import (
     get_group,
     get_topology,
 )
-from omni_neuron_runtime import COUNTERS, compile_options, component_compiler_args, env, is_cpu_mode
+from omni_neuron_runtime import COUNTERS, Component, compile_options, component_compiler_args, env, is_cpu_mode
 from omni_neuron_wan22.checkpoint import Expert, WanCheckpoint, load_text_encoder, load_transformer, load_vae
 from omni_neuron_wan22.engine_config import (
     ClientRequestError,
@@ -258,7 +258,7 @@ class NeuronWanPipeline(
         """
         self.compiled = True
 
-        def settings(name: str, component: Literal["transformer", "text_encoder", "vae"]) -> dict[str, Any]:
+        def settings(name: str, component: Component) -> dict[str, Any]:
             own = compile_options(name, component_compiler_args(component))
             return {"fullgraph": True, "dynamic": False, **options, "backend": backend, "options": own}
 

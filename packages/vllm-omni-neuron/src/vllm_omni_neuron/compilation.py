@@ -5,21 +5,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-Kind = Literal["transformer", "text_encoder", "vae"]
+from omni_neuron_runtime import Component
 
-KINDS: dict[str, Kind] = {"_dit_modules": "transformer", "_encoder_modules": "text_encoder", "_vae_modules": "vae"}
+KINDS: dict[str, Component] = {"_dit_modules": "transformer", "_encoder_modules": "text_encoder", "_vae_modules": "vae"}
 # Enough that every expert has a step at the usual flow shifts: at a shift of 12 the third sigma of four is 0.92 and the
 # last one 0.80, below A14B's boundary of 0.875.
 WARMUP_STEPS = 4
 
 
-def component_kinds(pipeline: nn.Module) -> dict[str, Kind]:
+def component_kinds(pipeline: nn.Module) -> dict[str, Component]:
     """The kind of every component that a pipeline declares, by name; it decides the compiler's arguments."""
     return {name: kind for attribute, kind in KINDS.items() for name in getattr(pipeline, attribute, ())}
 

@@ -16,12 +16,10 @@ from vllm_omni.platforms import current_omni_platform
 import omni_neuron_runtime as runtime
 from vllm_omni_neuron import compat
 from vllm_omni_neuron.capture import TensorCapture
-from vllm_omni_neuron.compilation import component_kinds, shape_of, warmup_requests
+from vllm_omni_neuron.compilation import KINDS, component_kinds, shape_of, warmup_requests
 from vllm_omni_neuron.settings import model_settings
 
 logger = logging.getLogger(__name__)
-
-COMPONENT_ATTRIBUTES = ("_dit_modules", "_encoder_modules", "_vae_modules")
 
 
 def declared_components(pipeline: nn.Module, *attributes: str) -> dict[str, nn.Module]:
@@ -33,7 +31,7 @@ def declared_components(pipeline: nn.Module, *attributes: str) -> dict[str, nn.M
         AttributeError: a declared component is no attribute of the pipeline.
     """
     components: dict[str, nn.Module] = {}
-    for attribute in attributes or COMPONENT_ATTRIBUTES:
+    for attribute in attributes or KINDS:
         for name in getattr(pipeline, attribute, ()):
             if not hasattr(pipeline, name):
                 raise AttributeError(
@@ -105,7 +103,7 @@ class NeuronDiffusionModelRunner(DiffusionModelRunner):
             logger.warning(
                 "%s declares no components in %s: nothing is compiled",
                 type(pipeline).__name__,
-                ", ".join(COMPONENT_ATTRIBUTES),
+                ", ".join(KINDS),
             )
         for name, component in components.items():
             logger.info("%s is compiled with backend %r at its first call", name, backend)

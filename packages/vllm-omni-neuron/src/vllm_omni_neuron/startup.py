@@ -52,7 +52,8 @@ def openmp_threads(count: int) -> Iterator[None]:
         yield
     finally:
         del os.environ["OMP_NUM_THREADS"]
-        os.environ.update(before)
+        if "OMP_NUM_THREADS" in before:
+            os.environ["OMP_NUM_THREADS"] = before["OMP_NUM_THREADS"]
 
 
 def _adopt_environment(environment: dict[str, str]) -> None:

@@ -141,7 +141,7 @@ def _stablehlo(match: re.Match[str], collective: Collective, number: int) -> lis
     result = match["result"]
     torch_input = match.string.partition(" : (")[2].partition(">")[0] + ">"
     operand, value = f"%operand_{number}", f"%value_{number}"
-    name, attributes, body = collective.operation, [], [""]
+    name, attributes, body = collective.operation, [], []
     if name == "collective_permute":
         attributes.append(f"source_target_pairs = {_dense(collective.groups)}")
     else:
@@ -158,17 +158,17 @@ def _stablehlo(match: re.Match[str], collective: Collective, number: int) -> lis
         combine = {"sum": "add", "max": "maximum"}[collective.reduction]
         left, right, both = "%left", "%right", "%both"
         body = [
-            ", ({",
+            " ({",
             f"^bb0({left}: {element}, {right}: {element}):",
             f"  {both} = stablehlo.{combine} {left}, {right} : {element}",
             f"  stablehlo.return {both} : {element}",
             "})",
         ]
-        body[0] = " ({"
     head = f'{value} = "stablehlo.{name}"({operand}) <{{{", ".join(attributes)}}}>'
     tail = f" : ({collective.input_type}) -> {collective.output_type}"
     lines = [f"{operand} = torch_c.to_builtin_tensor {match['input']} : {torch_input} -> {collective.input_type}"]
-    lines += [head + body[0], *body[1:]]
+    first, *rest = body or [""]
+    lines += [head + first, *rest]
     lines[-1] += tail
     lines.append(f"{result} = torch_c.from_builtin_tensor {value} : {collective.output_type} -> {match['type']}")
     return lines
