@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from omni_neuron_shapes import FRAMES, HEIGHT, WIDTH, model_path
+from omni_neuron_shapes import FLOW_SHIFT, FRAMES, HEIGHT, WIDTH, model_path
 from omni_neuron_testkit import judge, read_video, subject_of
 from vllm_omni_neuron.cli.progress import engine_streams
 from vllm_omni_neuron.video import encode_mp4, fps_from_output, frames_from_output
@@ -74,7 +74,7 @@ def generate(prompts: Any, arguments: argparse.Namespace) -> list[Any]:
         model=str(model_path()),
         tensor_parallel_size=arguments.tensor_parallel_size,
         dtype="float32",
-        flow_shift=3.0,  # of the checkpoint's training
+        flow_shift=FLOW_SHIFT,
     )
     try:
         outputs = []

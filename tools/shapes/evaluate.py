@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from diffusers import WanPipeline
 
+from omni_neuron_shapes import FRAMES, HEIGHT, WIDTH
 from omni_neuron_testkit import Accuracy, judge, prompt_grid
-
-FRAMES, HEIGHT, WIDTH = 17, 64, 64
 
 
 def experts_swapped(pipeline: WanPipeline) -> None:

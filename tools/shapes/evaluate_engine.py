@@ -19,9 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from omni_neuron_shapes import FLOW_SHIFT, FRAMES, HEIGHT, WIDTH
 from omni_neuron_testkit import Accuracy, judge, prompt_grid
-
-FRAMES, HEIGHT, WIDTH, FLOW_SHIFT = 17, 64, 64, 3.0
 
 
 def main() -> None:

@@ -10,6 +10,9 @@ from .__about__ import __version__
 FRAMES, HEIGHT, WIDTH = 17, 64, 64
 """The only size of video that the checkpoint was trained on, in frames and pixels."""
 
+FLOW_SHIFT = 3.0
+"""The shift of the noise levels that it was trained with; vLLM-Omni takes it as a setting of the engine."""
+
 
 def model_path() -> Path:
     """The folder of the checkpoint, in diffusers' layout: `WanPipeline.from_pretrained(model_path())`.
@@ -26,4 +29,4 @@ def model_path() -> Path:
     return folder
 
 
-__all__ = ["FRAMES", "HEIGHT", "WIDTH", "__version__", "model_path"]
+__all__ = ["FLOW_SHIFT", "FRAMES", "HEIGHT", "WIDTH", "__version__", "model_path"]
