@@ -7,133 +7,41 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import AutoTokenizer
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
-from vllm_omni.diffusion.distributed.cfg_parallel import CFGParallelMixin
 from vllm_omni.diffusion.distributed.utils import get_local_device
-from vllm_omni.diffusion.forward_context import DenoiseProgressMixin
 from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
-from vllm_omni.diffusion.models.progress_bar import ProgressBarMixin
-from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from omni_neuron_parallel import (
-    NeuronCFGParallelMixin,
-    check_rank_agreement,
-    collective_step,
-    get_group,
-    get_topology,
-)
-from omni_neuron_runtime import COUNTERS, Component, compile_options, component_compiler_args, env, is_cpu_mode
-from omni_neuron_wan22.checkpoint import Expert, WanCheckpoint, load_text_encoder, load_transformer, load_vae
-from omni_neuron_wan22.engine_config import (
-    ClientRequestError,
-    check_engine_config,
-    check_experts,
-    check_sequence,
-    engine_defaults,
-    topology_of,
-)
+from omni_neuron_parallel import collective_step, get_group, get_topology
+from omni_neuron_runtime import COUNTERS, Component, compile_options, component_compiler_args, is_cpu_mode
+from omni_neuron_wan22.checkpoint import WanCheckpoint, load_text_encoder, load_transformer, load_vae
+from omni_neuron_wan22.denoising import Trajectory, WanDenoising
+from omni_neuron_wan22.engine_config import engine_defaults
 from omni_neuron_wan22.offload import weights_on_host
+from omni_neuron_wan22.processing import get_neuron_wan22_post_process_func, get_neuron_wan22_pre_process_func
 from omni_neuron_wan22.prompt import tokenize_prompt
-from omni_neuron_wan22.request import (
-    DEFAULT_FLOW_SHIFT,
-    GenerationRequest,
-    RequestError,
-    resolve_request,
-)
+from omni_neuron_wan22.request import DEFAULT_FLOW_SHIFT, GenerationRequest, resolve_request
 from omni_neuron_wan22.scheduler import make_scheduler
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
-from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel, fold_padding
+from omni_neuron_wan22.transformer import WanTransformer3DModel, fold_padding
 from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
 from vllm_omni_neuron import model_settings
+
+# vLLM-Omni looks for the functions of `processing` in the module of the pipeline.
+__all__ = ["NeuronWanPipeline", "get_neuron_wan22_post_process_func", "get_neuron_wan22_pre_process_func"]
 
 logger = logging.getLogger(__name__)
 
 
-def get_neuron_wan22_pre_process_func(
-    od_config: OmniDiffusionConfig,
-) -> Callable[[OmniDiffusionRequest], OmniDiffusionRequest]:
-    """Check the engine's configuration now, in the engine's process, and every request as it comes."""
-    checkpoint = check_engine_config(od_config)
-    defaults = engine_defaults(od_config, checkpoint)
-    topology = topology_of(od_config.parallel_config)
-
-    def pre_process(request: OmniDiffusionRequest) -> OmniDiffusionRequest:
-        if request.is_dummy_run():
-            return request
-        params = request.sampling_params
-        try:
-            resolved = resolve_request(request.prompt, params, defaults)
-            check_experts(resolved, checkpoint, od_config.boundary_ratio)
-            check_sequence(resolved, checkpoint, topology)
-            if isinstance(params.generator, list):
-                if len(params.generator) != 1:
-                    raise RequestError(f"{len(params.generator)} generators are given; one video needs one")
-                [params.generator] = params.generator
-        except RequestError as error:
-            raise ClientRequestError(str(error)) from error
-        # The rounded sizes, so that what vLLM-Omni reports is what is made, and no second warning in the workers.
-        params.height, params.width, params.num_frames = resolved.height, resolved.width, resolved.num_frames
-        params.output_type = resolved.output_type
-        params.extra_args = {**(params.extra_args or {}), "num_frames": resolved.num_frames}
-        return request
-
-    return pre_process
-
-
-def get_neuron_wan22_post_process_func(od_config: OmniDiffusionConfig) -> Callable[..., Any]:
-    """Turn the workers' frames into what the caller asked for, keeping the report beside them."""
-    from diffusers.video_processor import VideoProcessor
-
-    processor = VideoProcessor(vae_scale_factor=8)
-
-    def post_process(output: dict[str, Any], output_type: str = "np", sampling_params: Any = None) -> dict[str, Any]:
-        if sampling_params is not None and sampling_params.output_type is not None:
-            output_type = sampling_params.output_type
-        video = output["payload"]["video"]
-        if output_type != "latent":
-            video = processor.postprocess_video(video, output_type=output_type)
-        return {"payload": {"video": video}, "metadata": output["metadata"]}
-
-    return post_process
-
-
-@dataclass
-class Trajectory:
-    """What one denoising run uses and records.
-
-    Attributes:
-        request: what was asked for.
-        prompt_embeds: the encoded prompt `[1, L, text_dim]` and the bias that goes with it; see `fold_padding`.
-        negative_prompt_embeds: the same of the negative prompt; None where no step uses guidance.
-        cross_attention: keys and values in every block, by expert and by whether the text is the negative one.
-        steps: steps taken so far, by expert.
-    """
-
-    request: GenerationRequest
-    prompt_embeds: tuple[torch.Tensor, torch.Tensor | None]
-    negative_prompt_embeds: tuple[torch.Tensor, torch.Tensor | None] | None
-    cross_attention: dict[tuple[Expert, bool], CrossAttentionKV] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=lambda: {"transformer": 0, "transformer_2": 0})
-
-
-class NeuronWanPipeline(
-    nn.Module,
-    NeuronCFGParallelMixin,
-    CFGParallelMixin,
-    ProgressBarMixin,
-    DenoiseProgressMixin,
-    SupportsComponentDiscovery,
-):
+class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
     """Wan2.2 text-to-video (architecture `WanPipeline`) over any mix of TP, SP, CP, CFG and VAE patch parallelism.
 
     Every rank encodes the text and denoises. The VAE lives on the first `vae_patch` ranks; rank 0 has the video, and
@@ -160,9 +68,6 @@ class NeuronWanPipeline(
     transformer_2: WanTransformer3DModel
     vae: NeuronAutoencoderKLWan
     compiled = False
-    if TYPE_CHECKING:  # from vLLM-Omni's mixins, whose types mypy does not follow (see pyproject.toml)
-        progress_bar: Callable[..., Any]
-        record_denoise_step: Callable[..., None]
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
         super().__init__()
@@ -330,34 +235,6 @@ class NeuronWanPipeline(
         noise = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
         return noise.to(self.device)
 
-    def diffuse(self, latents: torch.Tensor, trajectory: Trajectory) -> torch.Tensor:
-        """Denoise `latents` (float32) over all steps of the request, with the expert that each timestep belongs to."""
-        request = trajectory.request
-        # A scheduler of its own for every request: nothing of the last one's shift or solver can stick.
-        self.scheduler = make_scheduler(request.sample_solver, request.flow_shift)
-        self.scheduler.set_timesteps(request.num_inference_steps, device=self.device)
-        check_ranks = env.get("OMNI_NEURON_CHECK_RANK_AGREEMENT")
-        if check_ranks:
-            check_rank_agreement(latents, "initial noise")
-        timesteps = self.scheduler.timesteps
-        with self.progress_bar(total=len(timesteps)) as progress:
-            for step, (timestep, value) in enumerate(zip(timesteps, timesteps.tolist(), strict=True)):
-                self.record_denoise_step(step, timestep, total_steps=len(timesteps))
-                expert, scale = self._expert(value, request)
-                with collective_step(f"denoising step {step + 1} of {len(timesteps)}"):
-                    prediction = self._predict(latents, timestep, expert, scale, trajectory)
-                latents = self.scheduler.step(prediction.float(), timestep, latents).prev_sample
-                trajectory.steps[expert] += 1
-                if check_ranks:
-                    check_rank_agreement(latents, f"latents after step {step + 1} of {len(timesteps)}")
-                progress.update()
-        return latents
-
-    def predict_noise(self, current_model: nn.Module | None = None, **kwargs: Any) -> torch.Tensor:
-        """One forward of an expert; vLLM-Omni's guidance mixin calls it once a branch."""
-        assert current_model is not None
-        return current_model(**kwargs, return_dict=False)[0]
-
     def decode(self, latents: torch.Tensor) -> torch.Tensor | None:
         """Latents `[1, C, T, h, w]` float32 to frames `[1, 3, 4 T − 3, 8 h, 8 w]` within ±1.
 
@@ -372,53 +249,6 @@ class NeuronWanPipeline(
             if moved:
                 logger.info("%.1f MiB of DiT weights are off the device during decoding", moved / 2**20)
             return self.vae.decode(self.vae.denormalize(latents), group=get_group("vae_patch"))
-
-    def _expert(self, timestep: float, request: GenerationRequest) -> tuple[Expert, float]:
-        """The expert of a timestep and its guidance; at the boundary itself it is still the high-noise one."""
-        boundary = request.boundary_ratio * self.scheduler.config.num_train_timesteps
-        low_noise = request.boundary_ratio == 1.0 or timestep < boundary
-        scale = request.guidance_scale_2 if low_noise else request.guidance_scale
-        expert: Expert = "transformer_2" if low_noise and "transformer_2" in self.checkpoint.experts else "transformer"
-        return expert, scale
-
-    def _predict(
-        self, latents: torch.Tensor, timestep: torch.Tensor, expert: Expert, scale: float, trajectory: Trajectory
-    ) -> torch.Tensor:
-        guided = scale > 1.0
-        # With CFG parallelism this rank computes one branch, and needs the text of that one only.
-        branches, branch = get_topology().cfg, get_group("cfg").rank
-        shared = {
-            "current_model": getattr(self, expert),
-            "hidden_states": latents.to(self.od_config.dtype),
-            "timestep": timestep.expand(latents.shape[0]),
-        }
-
-        def inputs(negative: bool) -> dict[str, Any]:
-            if guided and branches > 1 and branch != int(negative):
-                return shared
-            return shared | {"cross_attention_kv_cache": self._cross_attention(expert, negative, trajectory)}
-
-        prediction = self.predict_noise_maybe_with_cfg(
-            do_true_cfg=guided,
-            true_cfg_scale=scale,
-            positive_kwargs=inputs(negative=False),
-            negative_kwargs=inputs(negative=True) if guided else None,
-            cfg_normalize=False,
-        )
-        assert isinstance(prediction, torch.Tensor)
-        return prediction
-
-    def _cross_attention(self, expert: Expert, negative: bool, trajectory: Trajectory) -> CrossAttentionKV:
-        """The text's keys and values in this expert: projected at its first step, reused at all others."""
-        key = (expert, negative)
-        if key not in trajectory.cross_attention:
-            # The experts follow each other and never alternate, so the last one's need not be kept.
-            trajectory.cross_attention = {k: v for k, v in trajectory.cross_attention.items() if k[0] == expert}
-            model: WanTransformer3DModel = getattr(self, expert)
-            embeds = trajectory.negative_prompt_embeds if negative else trajectory.prompt_embeds
-            assert embeds is not None
-            trajectory.cross_attention[key] = model.project_cross_attention_kv(*embeds)
-        return trajectory.cross_attention[key]
 
     def _report(self, request: GenerationRequest, trajectory: Trajectory, seconds: dict[str, float]) -> dict[str, Any]:
         topology = get_topology()
