@@ -74,6 +74,22 @@ class TransformerOutput(NamedTuple):
     sample: torch.Tensor
 
 
+class Tokens(NamedTuple):
+    """What passes from block to block, and what every block takes with it.
+
+    Attributes:
+        hidden: this rank's tokens `[B, S_tp, hidden]`.
+        temb: the output's modulation `[B, hidden]`.
+        modulation: the blocks' `[B, 6, hidden]`.
+        rotary_emb: the tables of `WanRotaryPosEmbed` for this CP rank's tokens.
+    """
+
+    hidden: torch.Tensor
+    temb: torch.Tensor
+    modulation: torch.Tensor
+    rotary_emb: tuple[torch.Tensor, torch.Tensor]
+
+
 def _float32_parameter(*shape: int) -> nn.Parameter:
     # Wan keeps these in float32 whatever the model's dtype: they set the modulation of every block.
     return nn.Parameter(torch.empty(*shape, dtype=torch.float32), requires_grad=False)
@@ -184,7 +200,17 @@ class WanSelfAttention(nn.Module):
             rotary_emb: the tables of `WanRotaryPosEmbed` for these tokens.
             kv_length: S, where pads follow it; None for no pads.
         """
-        query, key, value = qkv_projection(
+        query, key, value = self.project(hidden, rotary_emb)
+        attended = context_attention(
+            query, key, value, group=self.context_group, kv_length=kv_length, method=self.context_method
+        )
+        return self.o(attended.flatten(2))
+
+    def project(
+        self, hidden: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values `[B, S_cp, N / tp, D]`, the first two normalised and rotated."""
+        return qkv_projection(
             hidden,
             self.qkv.weight.t(),
             self.qkv.bias,
@@ -197,10 +223,6 @@ class WanSelfAttention(nn.Module):
             ranks=self.group.size,
             all_reduce=self.group.all_reduce,
         )
-        attended = context_attention(
-            query, key, value, group=self.context_group, kv_length=kv_length, method=self.context_method
-        )
-        return self.o(attended.flatten(2))
 
 
 class WanCrossAttention(nn.Module):
@@ -243,8 +265,11 @@ class WanCrossAttention(nn.Module):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend: `[B, S_cp, hidden]` to `[B, S_tp, hidden]`; `bias` as in `CrossAttentionKV`."""
-        query = self._heads(self.norm_q(self.q(hidden)))
-        return self.o(_attend(query, *key_value, bias))
+        return self.o(_attend(self.project_query(hidden), *key_value, bias))
+
+    def project_query(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries `[B, S_cp, N / tp, D]` of `hidden`."""
+        return self._heads(self.norm_q(self.q(hidden)))
 
     def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unflatten(2, (-1, self.head_dim))
@@ -496,26 +521,53 @@ class WanTransformer3DModel(nn.Module):
             if encoder_hidden_states is None:
                 raise ValueError("pass encoder_hidden_states or a cross_attention_kv_cache")
             cross_attention_kv_cache = self.project_cross_attention_kv(encoder_hidden_states)
-        pairs, bias = cross_attention_kv_cache
-        if len(pairs) != len(self.blocks):
-            raise ValueError(f"the cross-attention cache has {len(pairs)} pairs, the model {len(self.blocks)} blocks")
+        if len(cross_attention_kv_cache.blocks) != len(self.blocks):
+            raise ValueError(
+                f"the cross-attention cache has {len(cross_attention_kv_cache.blocks)} pairs, the model "
+                f"{len(self.blocks)} blocks"
+            )
+        tokens = self.run_blocks(self.embed(hidden_states, timestep), cross_attention_kv_cache, hidden_states.shape)
+        return self.predict(tokens, hidden_states.shape)
 
+    def embed(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> Tokens:
+        """The first part of `forward`: what the blocks take."""
         hidden = self.patch_embedding(hidden_states.to(self.dtype))
-        length = hidden.shape[1]
-        context = SequenceShard(length, self.context_group.size, self.context_group.rank)
-        sequence = SequenceParallel(context.shard_length, self.sequence_group)
+        context, sequence = self._shards(hidden_states.shape)
         compiling = torch.compiler.is_compiling()
         place, sequence_place = (self.context_place, self.sequence_place) if compiling else (None, None)
         hidden = sequence.split(context.split(hidden, 1, place), 1, sequence_place)
         cos, sin = (context.split(table, 0, place) for table in self.rope(hidden_states))
-        temb, timestep_proj = self.condition_embedder.embed_time(timestep, self.dtype)
-        for block, key_value in zip(self._blocks(), pairs, strict=True):
-            hidden = block(hidden, timestep_proj, (cos, sin), key_value, bias, length)
+        return Tokens(hidden, *self.condition_embedder.embed_time(timestep, self.dtype), (cos, sin))
 
-        shift, scale = (self.scale_shift_table + temb.float().unsqueeze(1)).unbind(1)
-        projected = self.proj_out(self.norm_out(hidden, scale, shift))
+    def run_blocks(
+        self,
+        tokens: Tokens,
+        cross_attention: CrossAttentionKV,
+        latent_shape: torch.Size,
+        first: int = 0,
+        last: int | None = None,
+    ) -> Tokens:
+        """The blocks `first` to `last`, exclusive, on what `embed` returned for latents of `latent_shape`."""
+        hidden, length = tokens.hidden, self._shards(latent_shape)[0].sequence_length
+        pairs = cross_attention.blocks[first:last]
+        for block, key_value in zip(self._blocks()[first:last], pairs, strict=True):
+            hidden = block(hidden, tokens.modulation, tokens.rotary_emb, key_value, cross_attention.bias, length)
+        return tokens._replace(hidden=hidden)
+
+    def predict(self, tokens: Tokens, latent_shape: torch.Size) -> TransformerOutput:
+        """The last part of `forward`: the prediction from the last block's tokens."""
+        context, sequence = self._shards(latent_shape)
+        shift, scale = (self.scale_shift_table + tokens.temb.float().unsqueeze(1)).unbind(1)
+        projected = self.proj_out(self.norm_out(tokens.hidden, scale, shift))
         projected = context.gather(sequence.gather(projected), 1, self.context_group)
-        return TransformerOutput(self._unpatchify(projected, hidden_states.shape))
+        return TransformerOutput(self._unpatchify(projected, latent_shape))
+
+    def _shards(self, latent_shape: torch.Size) -> tuple[SequenceShard, SequenceParallel]:
+        """This rank's tokens of latents `[B, C, T, H, W]`, over CP, and of those over TP."""
+        sizes = zip(latent_shape[2:], self.config.patch_size, strict=True)
+        length = math.prod(size // patch for size, patch in sizes)
+        context = SequenceShard(length, self.context_group.size, self.context_group.rank)
+        return context, SequenceParallel(context.shard_length, self.sequence_group)
 
     def _blocks(self) -> list[WanTransformerBlock]:
         return list(self.blocks)  # type: ignore[arg-type]
