@@ -22,7 +22,9 @@ def graphs_of(pipeline: Any, prompt: str = "a cat", **changes: Any) -> int:
     before = COUNTERS.graphs
     parameters = OmniDiffusionSamplingParams(**{"seed": 1, **SETTINGS, **changes})
     request = pipeline.resolve(prompt, parameters)
-    pipeline.decode(pipeline.diffuse(pipeline.prepare_latents(request), pipeline.encode(request)))
+    trajectory = pipeline.encode(request)
+    for number in range(request.num_outputs_per_prompt):
+        assert pipeline.generate_video(pipeline.prepare_latents(request, number=number), trajectory) is not None
     return COUNTERS.graphs - before
 
 
@@ -32,8 +34,18 @@ def test_recompilation(tiny: Path) -> None:
     pipeline.compile(backend="neuron_check")
     # Text encoder; each expert's projection of the text and forward; the decoder's first chunk and later ones.
     assert graphs_of(pipeline) == 7
-    for changes in ({"seed": 2}, {"guidance_scale": 3.0}, {"num_inference_steps": 6}, {"guidance_scale": 1.0}):
-        assert graphs_of(pipeline, **changes) == 0
+    for changes in (
+        {"seed": 2},
+        {"guidance_scale": 3.0},
+        {"guidance_scale_2": 1.0},
+        {"num_inference_steps": 6},
+        {"guidance_scale": 1.0},
+        {"boundary_ratio": 0.5},
+        {"extra_args": {"flow_shift": 12.0}},
+        {"extra_args": {"sample_solver": "euler"}},
+        {"num_outputs_per_prompt": 2},
+    ):
+        assert graphs_of(pipeline, **changes) == 0, changes
     assert graphs_of(pipeline, "a longer prompt, with more words than the first one") == 0
     # Height and width are in the experts' and the decoder's graphs, the number of frames in the experts'.
     assert graphs_of(pipeline, height=48) == 4

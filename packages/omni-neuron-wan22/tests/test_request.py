@@ -77,7 +77,14 @@ def test_sizes_are_rounded_down(
         ({"extra_args": {"flow_shift": "fast"}}, "flow_shift = 'fast'"),
         ({"extra_args": {"sample_solver": "ddim"}}, "sample_solver = 'ddim': valid values are unipc, euler"),
         ({"output_type": "gif"}, "output_type = 'gif': valid values are np, pt, pil, latent"),
-        ({"num_outputs_per_prompt": 2}, "num_outputs_per_prompt = 2: this version makes one video a request"),
+        ({"extra_args": {"flow_shift": 0}}, "flow_shift = 0: a positive number"),
+        ({"boundary_ratio": "half"}, "boundary_ratio = 'half'"),
+        ({"num_inference_steps": 2.5}, "num_inference_steps = 2.5: a whole number"),
+        ({"guidance_scale_2": float("inf")}, "guidance_scale_2 = inf"),
+        ({"fps": 0}, "fps = 0.0: a positive number"),
+        ({"seed": -1}, "seed = -1: a whole number from 0 to 9223372036854775807"),
+        ({"seed": 2**63 - 1, "num_outputs_per_prompt": 3}, "a whole number from 0 to 9223372036854775805"),
+        ({"num_outputs_per_prompt": 1.5}, "num_outputs_per_prompt = 1.5: a whole number"),
         ({"prompt": ""}, "prompt = ''"),
         ({"prompt": "  \n"}, "prompt = "),
         ({"prompt": {"prompt": "x", "multi_modal_data": {"image": object()}}}, "image"),
@@ -98,6 +105,34 @@ def test_request_then_engine_then_default() -> None:
     assert resolve(defaults=engine).boundary_ratio == 0.9
     overridden = resolve(defaults=engine, boundary_ratio=0.5, extra_args={"flow_shift": 3, "sample_solver": "Euler"})
     assert (overridden.flow_shift, overridden.boundary_ratio, overridden.sample_solver) == (3.0, 0.5, "euler")
+
+
+def test_sources_say_where_each_setting_was_found() -> None:
+    engine = EngineDefaults(flow_shift=12.0, checkpoint_boundary_ratio=0.9)
+    request = resolve(defaults=engine, height=64, num_frames=9, extra_args={"sample_solver": "euler"})
+    assert (request.boundary_ratio, request.flow_shift) == (0.9, 12.0)
+    assert request.sources == {
+        "height": "request",
+        "width": "default",
+        "num_frames": "request",
+        "num_inference_steps": "default",
+        "num_outputs_per_prompt": "default",
+        "guidance_scale": "default",
+        "guidance_scale_2": "guidance_scale",
+        "boundary_ratio": "checkpoint",
+        "flow_shift": "engine",
+        "sample_solver": "request",
+        "fps": "default",
+        "max_sequence_length": "default",
+    }
+    engine = EngineDefaults(boundary_ratio=0.8, checkpoint_boundary_ratio=0.9)
+    assert resolve(defaults=engine).boundary_ratio == 0.8
+    assert resolve(defaults=engine).sources["boundary_ratio"] == "engine"
+
+
+def test_each_video_has_a_seed_of_its_own() -> None:
+    assert resolve(seed=7, num_outputs_per_prompt=3).seeds == [7, 8, 9]
+    assert resolve(generator=torch.Generator(), num_outputs_per_prompt=2).seeds == [None, None]
 
 
 def test_guidance_reaches_both_experts() -> None:

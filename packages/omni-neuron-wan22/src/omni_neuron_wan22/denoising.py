@@ -25,6 +25,7 @@ from omni_neuron_runtime import env
 from omni_neuron_wan22.checkpoint import Expert, WanCheckpoint
 from omni_neuron_wan22.request import GenerationRequest
 from omni_neuron_wan22.scheduler import make_scheduler
+from omni_neuron_wan22.stage_clock import StageClock
 from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel
 
 
@@ -37,7 +38,7 @@ class Trajectory:
         prompt_embeds: the encoded prompt `[1, L, text_dim]` and the bias that goes with it; see `fold_padding`.
         negative_prompt_embeds: the same of the negative prompt; None where no step uses guidance.
         cross_attention: keys and values in every block, by expert and by whether the text is the negative one.
-        steps: steps taken so far, by expert.
+        steps: steps taken so far of the video that is made, by expert.
     """
 
     request: GenerationRequest
@@ -53,6 +54,7 @@ class WanDenoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, D
     od_config: OmniDiffusionConfig
     checkpoint: WanCheckpoint
     device: torch.device
+    clock = StageClock()  # a running request has its own
     if TYPE_CHECKING:  # from vLLM-Omni's mixins, whose types mypy does not follow (see pyproject.toml)
         progress_bar: Callable[..., Any]
         record_denoise_step: Callable[..., None]
@@ -63,6 +65,7 @@ class WanDenoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, D
         # A scheduler of its own for every request: nothing of the last one's shift or solver can stick.
         self.scheduler = make_scheduler(request.sample_solver, request.flow_shift)
         self.scheduler.set_timesteps(request.num_inference_steps, device=self.device)
+        trajectory.steps = dict.fromkeys(trajectory.steps, 0)
         check_ranks = env.get("OMNI_NEURON_CHECK_RANK_AGREEMENT")
         if check_ranks:
             check_rank_agreement(latents, "initial noise")
@@ -71,9 +74,10 @@ class WanDenoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, D
             for step, (timestep, value) in enumerate(zip(timesteps, timesteps.tolist(), strict=True)):
                 self.record_denoise_step(step, timestep, total_steps=len(timesteps))
                 expert, scale = self._expert(value, request)
-                with collective_step(f"denoising step {step + 1} of {len(timesteps)}"):
-                    prediction = self._predict(latents, timestep, expert, scale, trajectory)
-                latents = self.scheduler.step(prediction.float(), timestep, latents).prev_sample
+                with self.clock.step(expert):
+                    with collective_step(f"denoising step {step + 1} of {len(timesteps)}"):
+                        prediction = self._predict(latents, timestep, expert, scale, trajectory)
+                    latents = self.scheduler.step(prediction.float(), timestep, latents).prev_sample
                 trajectory.steps[expert] += 1
                 if check_ranks:
                     check_rank_agreement(latents, f"latents after step {step + 1} of {len(timesteps)}")

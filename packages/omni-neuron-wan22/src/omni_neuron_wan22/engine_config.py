@@ -13,6 +13,7 @@ from vllm_omni.errors import OmniClientError
 from omni_neuron_parallel import ContextMethod, Topology, check_cfg_parallel_size
 from omni_neuron_wan22.checkpoint import WanCheckpoint
 from omni_neuron_wan22.config import WanConfigError
+from omni_neuron_wan22.fp8_settings import METHOD, Fp8Settings
 from omni_neuron_wan22.request import EngineDefaults, GenerationRequest, RequestError
 from vllm_omni_neuron import model_settings
 
@@ -23,12 +24,12 @@ class ClientRequestError(OmniClientError, RequestError):
 
 def engine_defaults(od_config: OmniDiffusionConfig, checkpoint: WanCheckpoint) -> EngineDefaults:
     """What the engine's configuration and the checkpoint say where a request does not."""
-    boundary = od_config.boundary_ratio
     vae = checkpoint.vae_config
     patch = checkpoint.transformer_config(checkpoint.experts[0]).patch_size
     return EngineDefaults(
-        boundary_ratio=checkpoint.boundary_ratio if boundary is None else boundary,
+        boundary_ratio=od_config.boundary_ratio,
         flow_shift=od_config.flow_shift,
+        checkpoint_boundary_ratio=checkpoint.boundary_ratio,
         spatial_stride=vae.scale_factor_spatial * patch[1],
         temporal_stride=vae.scale_factor_temporal,
     )
@@ -47,15 +48,16 @@ def check_engine_config(od_config: OmniDiffusionConfig) -> WanCheckpoint:
         raise WanConfigError(
             f"context_method = {settings['context_method']!r}: valid values are {', '.join(get_args(ContextMethod))}"
         )
-    of_stage = ("quantization", "comfyui_fp8_model_path", "modules_to_not_convert")
-    switches = {
-        **{name: settings.get(name) for name in of_stage},
-        "enable_layerwise_offload": od_config.enable_layerwise_offload,
-        "quantization_config": od_config.quantization_config,
-    }
-    for name, value in switches.items():
-        if value:
-            raise WanConfigError(f"{name} = {value!r}: not in this version of omni-neuron-wan22; leave it unset")
+    if od_config.enable_layerwise_offload:
+        raise WanConfigError(
+            f"enable_layerwise_offload = {od_config.enable_layerwise_offload!r}: not in this version of "
+            "omni-neuron-wan22; leave it unset"
+        )
+    if od_config.quantization_config:
+        raise WanConfigError(
+            f"quantization_config = {od_config.quantization_config!r}: vLLM-Omni's methods do not run on Neuron; the "
+            f"valid one is {METHOD}, given as `quantization` in a stage YAML or in additional_config"
+        )
     if od_config.dtype not in (torch.bfloat16, torch.float32):
         # UMT5's feed-forward overflows float16, and the video would be black.
         raise WanConfigError(f"dtype = {od_config.dtype}: valid values are bfloat16 and float32")
@@ -63,11 +65,22 @@ def check_engine_config(od_config: OmniDiffusionConfig) -> WanCheckpoint:
         raise WanConfigError(
             f"cache_backend = {od_config.cache_backend!r}: not in this version of omni-neuron-wan22; use none"
         )
-    checkpoint = WanCheckpoint(Path(str(od_config.model)))
+    checkpoint = checkpoint_of(od_config)
+    if checkpoint.fp8 is not None:
+        checkpoint.fp8.check_place(od_config.dtype)
     checkpoint.check(
         tensor_parallel_size=od_config.parallel_config.tensor_parallel_size, boundary_ratio=od_config.boundary_ratio
     )
     return checkpoint
+
+
+def checkpoint_of(od_config: OmniDiffusionConfig) -> WanCheckpoint:
+    """The checkpoint folder, and where FP8 weights of its experts are.
+
+    Raises:
+        WanConfigError: settings of FP8 that do not fit each other.
+    """
+    return WanCheckpoint(Path(str(od_config.model)), Fp8Settings.from_settings(model_settings(od_config)))
 
 
 def _check_layout(parallel: Any) -> None:

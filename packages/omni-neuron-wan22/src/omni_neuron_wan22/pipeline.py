@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +29,7 @@ from omni_neuron_wan22.processing import get_neuron_wan22_post_process_func, get
 from omni_neuron_wan22.prompt import tokenize_prompt
 from omni_neuron_wan22.request import DEFAULT_FLOW_SHIFT, GenerationRequest, resolve_request
 from omni_neuron_wan22.scheduler import make_scheduler
+from omni_neuron_wan22.stage_clock import StageClock
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import WanTransformer3DModel, fold_padding
 from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
@@ -122,39 +122,47 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
 
     @torch.inference_mode()
     def forward(self, batch: DiffusionRequestBatch) -> DiffusionOutput:
-        """Generate one video.
+        """Generate the request's N videos, one after the other: no graph sees another shape than for one.
 
         Returns:
-            On the output rank `{"payload": {"video": …}, "metadata": {"generation": …}}`: frames `[1, 3, F, H, W]`
-            float32 within ±1, or latents `[1, C, T, h, w]` float32 for output type "latent". Elsewhere nothing.
+            On the output rank `{"payload": {"video": …}, "metadata": {"generation": …}}`: frames `[N, 3, F, H, W]`
+            float32 within ±1, or latents `[N, C, T, h, w]` float32 for output type "latent". Elsewhere nothing.
         """
         sampling_params = batch.sampling_params
         request = self.resolve(batch.requests[0].prompt, sampling_params)
-        clock = _StageClock()
+        self.clock = StageClock(measure_steps=bool(sampling_params.extra_args.get("profile")))
 
-        with clock("text"):
+        with self.clock("text"):
             trajectory = self.encode(request)
-        latents = self.prepare_latents(request, sampling_params.generator, sampling_params.latents)
-        with clock("denoise"):
-            latents = self.diffuse(latents, trajectory)
-        video: torch.Tensor | None = latents
-        if request.output_type != "latent" and self.decodes:
-            with clock("vae"), collective_step("decoding"):
-                video = self.decode(latents)
+        videos = []
+        for number in range(request.num_outputs_per_prompt):
+            noise = self.prepare_latents(request, sampling_params.generator, sampling_params.latents, number)
+            video = self.generate_video(noise, trajectory)
+            if video is not None:
+                videos.append(video)
         if not self.is_output_rank:
             return DiffusionOutput()
-        assert video is not None
-        clock.seconds.setdefault("vae", 0.0)
         return DiffusionOutput(
             output={
-                "payload": {"video": video.float().cpu()},
-                "metadata": {
-                    "video": {"fps": request.fps},
-                    "generation": self._report(request, trajectory, clock.seconds),
-                },
+                "payload": {"video": torch.cat(videos)},
+                "metadata": {"video": {"fps": request.fps}, "generation": self._report(request, trajectory)},
             },
-            stage_durations=clock.seconds,
+            stage_durations=self.clock.seconds,
         )
+
+    def generate_video(self, noise: torch.Tensor, trajectory: Trajectory) -> torch.Tensor | None:
+        """One video from its noise: frames or latents in the host's memory, float32; None where this rank has none."""
+        with self.clock("denoise"):
+            latents = self.diffuse(noise, trajectory)
+        video: torch.Tensor | None = latents
+        if trajectory.request.output_type != "latent" and self.decodes:
+            with self.clock("vae"), collective_step("decoding"):
+                video = self.decode(latents)
+        if not self.is_output_rank:
+            return None
+        assert video is not None
+        with self.clock("transfer"):
+            return video.float().cpu()
 
     def compile(self, *, backend: Any, **options: Any) -> None:
         """Compile what the requests call, each as one graph (the decoder as two: first chunk and later ones).
@@ -203,15 +211,18 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
     def prepare_latents(
         self,
         request: GenerationRequest,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
         latents: torch.Tensor | None = None,
+        number: int = 0,
     ) -> torch.Tensor:
         """The initial noise `[1, C, T, h, w]`, float32, the same on every rank: drawn whole, on the generator's device.
 
         Args:
-            request: sizes and, without a generator, the seed.
-            generator: the caller's; authoritative.
-            latents: the caller's own initial latents, instead of drawn ones.
+            request: sizes and the seed, where the noise comes from one.
+            generator: the caller's: one that goes on from video to video, or one for each. Of a request with a seed it
+                is what the runner made of that, and only its device counts.
+            latents: the caller's own initial latents `[N, C, T, h, w]`, instead of drawn ones.
+            number: of the video, from 0 to N − 1.
 
         Raises:
             ValueError: latents of another shape.
@@ -225,13 +236,17 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
             request.width // vae.scale_factor_spatial,
         )
         if latents is not None:
-            if tuple(latents.shape) != shape:
-                raise ValueError(f"latents have shape {list(latents.shape)}; this request needs {list(shape)}")
-            return latents.to(self.device, torch.float32)
-        if generator is None:
-            if request.seed is None:
-                raise ValueError("neither seed nor generator nor latents: ranks would draw different noise")
-            generator = torch.Generator("cpu").manual_seed(request.seed)
+            needed = [request.num_outputs_per_prompt, *shape[1:]]
+            if list(latents.shape) != needed:
+                raise ValueError(f"latents have shape {list(latents.shape)}; this request needs {needed}")
+            return latents[number : number + 1].to(self.device, torch.float32)
+        if isinstance(generator, list):
+            generator = generator[number]
+        elif request.seed is not None:
+            device = torch.device("cpu") if generator is None else generator.device
+            generator = torch.Generator(device).manual_seed(request.seed + number)
+        elif generator is None:
+            raise ValueError("neither seed nor generator nor latents: ranks would draw different noise")
         noise = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
         return noise.to(self.device)
 
@@ -250,7 +265,7 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
                 logger.info("%.1f MiB of DiT weights are off the device during decoding", moved / 2**20)
             return self.vae.decode(self.vae.denormalize(latents), group=get_group("vae_patch"))
 
-    def _report(self, request: GenerationRequest, trajectory: Trajectory, seconds: dict[str, float]) -> dict[str, Any]:
+    def _report(self, request: GenerationRequest, trajectory: Trajectory) -> dict[str, Any]:
         topology = get_topology()
         compilation = {"compilation": COUNTERS.as_dict()} if self.compiled else {}
         return {
@@ -266,13 +281,17 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
             "boundary_ratio": request.boundary_ratio,
             "flow_shift": request.flow_shift,
             "sample_solver": request.sample_solver,
+            "num_outputs_per_prompt": request.num_outputs_per_prompt,
             "seed": request.seed,
+            "seeds": request.seeds,
+            "sources": dict(request.sources),
             "dtype": str(self.od_config.dtype).removeprefix("torch."),
             "layout": {"tp": topology.tp, "cp": topology.cp, "cfg": topology.cfg},
             "tp_sequence_parallel": self.sequence_parallel,
             "vae_patch": topology.vae_patch,
             "vae_tiling": self.vae.tiling is not None or topology.vae_patch > 1,
-            "seconds": {name: round(value, 4) for name, value in seconds.items()},
+            "seconds": {name: round(value, 4) for name, value in self.clock.seconds.items()},
+            "step_seconds": {name: [round(value, 4) for value in steps] for name, steps in self.clock.steps.items()},
         }
 
 
@@ -291,22 +310,3 @@ def _waiting_ranks_cores() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-class _StageClock:
-    """Wall-clock seconds of the stages of one generation."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._running: list[tuple[str, float]] = []
-
-    def __call__(self, stage: str) -> _StageClock:
-        self._running.append((stage, time.perf_counter()))
-        return self
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        stage, started = self._running.pop()
-        self.seconds[stage] = time.perf_counter() - started

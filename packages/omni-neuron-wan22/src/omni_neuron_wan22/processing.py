@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from omni_neuron_wan22.engine_config import (
     engine_defaults,
     topology_of,
 )
-from omni_neuron_wan22.request import RequestError, resolve_request
+from omni_neuron_wan22.request import SOURCES, RequestError, resolve_request
 
 
 def get_neuron_wan22_pre_process_func(
@@ -31,21 +32,27 @@ def get_neuron_wan22_pre_process_func(
     def pre_process(request: OmniDiffusionRequest) -> OmniDiffusionRequest:
         if request.is_dummy_run():
             return request
-        params = request.sampling_params
+        # A copy: what is filled in must not stay in an object that the caller uses for the next request.
+        params = request.sampling_params = copy.copy(request.sampling_params)
         try:
             resolved = resolve_request(request.prompt, params, defaults)
             check_experts(resolved, checkpoint, od_config.boundary_ratio)
             check_sequence(resolved, checkpoint, topology)
-            if isinstance(params.generator, list):
-                if len(params.generator) != 1:
-                    raise RequestError(f"{len(params.generator)} generators are given; one video needs one")
-                [params.generator] = params.generator
+            generators, videos = params.generator, resolved.num_outputs_per_prompt
+            if isinstance(generators, list) and len(generators) != videos:
+                raise RequestError(f"{len(generators)} generators are given; {videos} video(s) need as many, or one")
         except RequestError as error:
             raise ClientRequestError(str(error)) from error
         # The rounded sizes, so that what vLLM-Omni reports is what is made, and no second warning in the workers.
         params.height, params.width, params.num_frames = resolved.height, resolved.width, resolved.num_frames
         params.output_type = resolved.output_type
-        params.extra_args = {**(params.extra_args or {}), "num_frames": resolved.num_frames}
+        params.extra_args = {
+            **(params.extra_args or {}),
+            "num_frames": resolved.num_frames,
+            SOURCES: dict(resolved.sources),
+        }
+        if params.generator is not None or params.latents is not None:
+            params.seed = None  # the noise does not come from it
         return request
 
     return pre_process

@@ -2,14 +2,15 @@
 """What a request asks for, after defaults, engine settings and checks: one frozen object that the pipeline follows.
 
 Every setting is looked up in one order: the request, then the engine's configuration, then (for `boundary_ratio`) the
-checkpoint's index, then the default here.
+checkpoint's index, then the default here. Where each was found is part of the result.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from omni_neuron_wan22.scheduler import SAMPLE_SOLVERS
@@ -26,6 +27,9 @@ DEFAULT_BOUNDARY_RATIO = 0.875
 DEFAULT_FPS = 16
 DEFAULT_MAX_SEQUENCE_LENGTH = 512
 OUTPUT_TYPES = ("np", "pt", "pil", "latent")
+MAX_SEED = 2**63 - 1
+# Where the sources stand in `extra_args` of a request that was resolved before; see `resolve_request`.
+SOURCES = "_sources"
 
 
 class RequestError(ValueError):
@@ -47,10 +51,13 @@ class GenerationRequest:
         boundary_ratio: timesteps of at least this share of 1000 belong to the high-noise expert.
         flow_shift: shift of the noise schedule.
         sample_solver: one of `SAMPLE_SOLVERS`.
-        seed: of the initial noise; None where the caller brought a generator or latents.
+        num_outputs_per_prompt: videos; video k of a seeded request has the seed `seed + k`.
+        seed: of the first video's noise; None where the caller brought generators.
         fps: frames a second of the container; does not change what is generated.
         max_sequence_length: text tokens.
         output_type: one of `OUTPUT_TYPES`.
+        sources: where each setting was found: "request", "engine", "checkpoint" or "default"; "guidance_scale" where
+            `guidance_scale_2` follows it.
     """
 
     prompt: str
@@ -68,6 +75,13 @@ class GenerationRequest:
     fps: float
     max_sequence_length: int
     output_type: str
+    num_outputs_per_prompt: int = 1
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """The seed of each video's noise; None where the caller brought generators."""
+        return [None if self.seed is None else self.seed + number for number in range(self.num_outputs_per_prompt)]
 
     @property
     def uses_guidance(self) -> bool:
@@ -80,14 +94,15 @@ class EngineDefaults:
     """What the engine's configuration and the checkpoint contribute to a request.
 
     Attributes:
-        boundary_ratio: engine's, else checkpoint's.
-        flow_shift: engine's.
+        boundary_ratio, flow_shift: the engine's.
+        checkpoint_boundary_ratio: of the checkpoint's index.
         spatial_stride: pixels that height and width must be multiples of.
         temporal_stride: video frames per latent frame.
     """
 
     boundary_ratio: float | None = None
     flow_shift: float | None = None
+    checkpoint_boundary_ratio: float | None = None
     spatial_stride: int = 16
     temporal_stride: int = 4
 
@@ -97,50 +112,74 @@ def resolve_request(prompt: Any, sampling_params: Any, defaults: EngineDefaults)
 
     Args:
         prompt: a string, or a mapping with `prompt` and optionally `negative_prompt`.
-        sampling_params: vLLM-Omni's `OmniDiffusionSamplingParams`.
+        sampling_params: vLLM-Omni's `OmniDiffusionSamplingParams`. A request that was resolved before and filled with
+            the result carries the sources of then in `extra_args[SOURCES]`.
         defaults: engine and checkpoint.
 
     Raises:
-        RequestError: an empty prompt, a size or count below 1, an unknown solver or output type, more than one video,
-            an image.
+        RequestError: an empty prompt, a size or count below 1, an unknown solver or output type, an image.
     """
     text, negative = _prompts(prompt)
     extra = getattr(sampling_params, "extra_args", None) or {}
+    found = _Lookup()
     # "Not given" is 1 in vLLM-Omni's parameters, the right count for an image; a video has Wan's 81.
     frames = sampling_params.num_frames
-    if frames is None or frames == 1:
-        frames = _first(extra.get("num_frames"), DEFAULT_NUM_FRAMES)
-    outputs = _first(sampling_params.num_outputs_per_prompt, 1)
-    if outputs != 1:
-        raise RequestError(f"num_outputs_per_prompt = {outputs}: this version makes one video a request; send several")
+    frames = extra.get("num_frames") if frames in (None, 1) else frames
+    frames = found("num_frames", frames, default=DEFAULT_NUM_FRAMES)
 
     scale = _scale("guidance_scale", sampling_params.guidance_scale, sampling_params.guidance_scale_provided)
-    if scale is None:
-        scale = DEFAULT_GUIDANCE_SCALE
+    scale = found("guidance_scale", scale, default=DEFAULT_GUIDANCE_SCALE)
     scale_2 = _scale("guidance_scale_2", sampling_params.guidance_scale_2, sampling_params.guidance_scale_2_provided)
-    boundary = _first(sampling_params.boundary_ratio, defaults.boundary_ratio, DEFAULT_BOUNDARY_RATIO)
-    if not 0.0 <= boundary <= 1.0:
-        raise RequestError(f"boundary_ratio = {boundary}: a share of the 1000 timesteps, 0 to 1, is needed")
-    steps = _first(sampling_params.num_inference_steps, DEFAULT_NUM_INFERENCE_STEPS)
+    scale_2 = found("guidance_scale_2", scale_2, guidance_scale=scale)
+    boundary = found(
+        "boundary_ratio",
+        sampling_params.boundary_ratio,
+        engine=defaults.boundary_ratio,
+        checkpoint=defaults.checkpoint_boundary_ratio,
+        default=DEFAULT_BOUNDARY_RATIO,
+    )
+    shift = found("flow_shift", extra.get("flow_shift"), engine=defaults.flow_shift, default=DEFAULT_FLOW_SHIFT)
+    steps = found("num_inference_steps", sampling_params.num_inference_steps, default=DEFAULT_NUM_INFERENCE_STEPS)
+    outputs = sampling_params.num_outputs_per_prompt
+    outputs = found("num_outputs_per_prompt", None if outputs == 1 else outputs, default=1)
+    length = found("max_sequence_length", sampling_params.max_sequence_length, default=DEFAULT_MAX_SEQUENCE_LENGTH)
+    solver = found("sample_solver", extra.get("sample_solver"), default="unipc")
+    height = found("height", sampling_params.height, default=DEFAULT_HEIGHT)
+    width = found("width", sampling_params.width, default=DEFAULT_WIDTH)
+    fps = found("fps", sampling_params.resolved_frame_rate, default=DEFAULT_FPS)
     return GenerationRequest(
         prompt=text,
         negative_prompt=negative,
-        height=_size("height", _first(sampling_params.height, DEFAULT_HEIGHT), defaults.spatial_stride),
-        width=_size("width", _first(sampling_params.width, DEFAULT_WIDTH), defaults.spatial_stride),
+        height=_size("height", height, defaults.spatial_stride),
+        width=_size("width", width, defaults.spatial_stride),
         num_frames=_frames(frames, defaults.temporal_stride),
         num_inference_steps=_positive("num_inference_steps", steps),
         guidance_scale=scale,
-        guidance_scale_2=scale if scale_2 is None else scale_2,
-        boundary_ratio=float(boundary),
-        flow_shift=_flow_shift(_first(extra.get("flow_shift"), defaults.flow_shift, DEFAULT_FLOW_SHIFT)),
-        sample_solver=_choice("sample_solver", _first(extra.get("sample_solver"), "unipc"), SAMPLE_SOLVERS),
-        seed=sampling_params.seed,
-        fps=float(_first(sampling_params.resolved_frame_rate, DEFAULT_FPS)),
-        max_sequence_length=_positive(
-            "max_sequence_length", _first(sampling_params.max_sequence_length, DEFAULT_MAX_SEQUENCE_LENGTH)
-        ),
+        guidance_scale_2=scale_2,
+        boundary_ratio=_boundary_ratio(boundary),
+        flow_shift=_flow_shift(shift),
+        sample_solver=_choice("sample_solver", solver, SAMPLE_SOLVERS),
+        num_outputs_per_prompt=_positive("num_outputs_per_prompt", outputs),
+        seed=_seed(sampling_params.seed, outputs),
+        fps=_fps(fps),
+        max_sequence_length=_positive("max_sequence_length", length),
         output_type=_choice("output_type", _first(sampling_params.output_type, "np"), OUTPUT_TYPES),
+        sources=dict(extra.get(SOURCES, found.sources)),
     )
+
+
+class _Lookup:
+    """Takes each setting from the first place that has it, and keeps which that was."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, str] = {}
+
+    def __call__(self, name: str, request: Any, **others: Any) -> Any:
+        for source, value in {"request": request, **others}.items():
+            if value is not None:
+                self.sources[name] = source
+                return value
+        raise ValueError(f"{name} has no default")
 
 
 def _first(*values: Any) -> Any:
@@ -198,11 +237,39 @@ def _frames(value: Any, stride: int) -> int:
     return adjusted
 
 
-def _flow_shift(value: Any) -> float:
+def _number(value: Any) -> float:
+    """`value` as a number, NaN where it is none."""
     try:
-        shift = float(value)
+        return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        shift = math.nan
+        return math.nan
+
+
+def _boundary_ratio(value: Any) -> float:
+    boundary = _number(value)
+    if not 0.0 <= boundary <= 1.0:
+        raise RequestError(f"boundary_ratio = {value!r}: a share of the 1000 timesteps, 0 to 1, is needed")
+    return boundary
+
+
+def _fps(value: Any) -> float:
+    fps = _number(value)
+    if not fps > 0 or not math.isfinite(fps):
+        raise RequestError(f"fps = {value!r}: a positive number of frames a second is needed")
+    return fps
+
+
+def _seed(value: Any, outputs: int) -> int | None:
+    if value is None:
+        return None
+    last = MAX_SEED - outputs + 1
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= last:
+        raise RequestError(f"seed = {value!r}: a whole number from 0 to {last} is needed")
+    return value
+
+
+def _flow_shift(value: Any) -> float:
+    shift = _number(value)
     if not shift > 0 or not math.isfinite(shift):
         raise RequestError(f"flow_shift = {value!r}: a positive number is needed (Wan2.2: 5 for 720p, 12 for 480p)")
     return shift
