@@ -15,10 +15,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
+from PIL import Image
 from typer.testing import CliRunner
 
 from vllm_omni_neuron.cli import app, engine
-from vllm_omni_neuron.cli.engine import GenerationRequest, GenerationResult
+from vllm_omni_neuron.cli.engine import GenerationRequest, GenerationResult, Run
 from vllm_omni_neuron.video import read_video_info
 
 REPORT = {
@@ -31,14 +33,26 @@ REPORT = {
     "dtype": "bfloat16",
     "layout": {"tp": 2, "cp": 1, "cfg": 1},
 }
+SOURCES = {
+    "height": "request",
+    "fps": "request",
+    "flow_shift": "engine",
+    "boundary_ratio": "checkpoint",
+    "width": "default",
+}
 
 
-def output(frames: int = 5, report: dict | None = None, durations: dict | None = None) -> SimpleNamespace:
+def output(
+    frames: int = 5, report: dict | None = None, durations: dict | None = None, videos: int = 1
+) -> SimpleNamespace:
     """A request's output of `frames` frames of 48×32."""
     video = np.random.default_rng(0).random((frames, 32, 48, 3), dtype=np.float32)
     metadata = {"video": {"fps": 16.0}, **({"generation": report} if report else {})}
     return SimpleNamespace(
-        images=[video], multimodal_output={"metadata": metadata, "fps": 16.0}, stage_durations=durations or {}
+        images=[video] * videos,
+        multimodal_output={"metadata": metadata, "fps": 16.0},
+        stage_durations=durations or {},
+        metrics={"postprocess_time_ms": 250.0},
     )
 
 
@@ -49,7 +63,9 @@ class Engine:
         self.request: GenerationRequest | None = None
         self.answer: object = output(report=REPORT, durations={"text": 1.25, "denoise": 30.0, "vae": 4.5})
 
-    def __call__(self, request: GenerationRequest, phase: Callable[[str], None]) -> GenerationResult:
+    def __call__(
+        self, request: GenerationRequest, phase: Callable[[str], None], profile_runs: int | None = None
+    ) -> GenerationResult:
         self.request = request
         self.deploy_text = None if request.deploy_config is None else request.deploy_config.read_text()
         phase("starting the engine")
@@ -57,8 +73,11 @@ class Engine:
         os.write(2, b"\r 50%|#####     | 20/40 [00:10<00:10]")
         if isinstance(self.answer, BaseException):
             raise self.answer
-        sampling = engine.apply_request(SimpleNamespace(num_frames=1, seed=None, extra_args={}), request)
-        return GenerationResult(self.answer, sampling, 10.0, 36.0)
+        defaults = SimpleNamespace(num_frames=1, seed=None, fps=8.0, extra_args={})
+        sampling = engine.apply_request(defaults, request)
+        runs = tuple(Run(self.answer, 36.0 + number) for number in range(profile_runs or 1))
+        warm_up = None if profile_runs is None else Run(self.answer, 100.0)
+        return GenerationResult(runs, sampling, engine.configured_settings(defaults), 10.0, warm_up)
 
 
 @pytest.fixture
@@ -110,6 +129,15 @@ def run(arguments: list[str], code: int) -> tuple[str, str]:
         (["--output", "nowhere/video.mp4"], "the folder nowhere does not exist"),
         (["--model", "/nowhere/model"], "no folder /nowhere/model"),
         (["--model", "/dev/null"], "/dev/null is a file"),
+        (["--num-outputs-per-prompt", "0"], "'--num-outputs-per-prompt': 0 is not 1 or more"),
+        (["--no-cfg", "--guidance-scale-2", "3"], "3.0 contradicts --no-cfg"),
+        (["--image", "nowhere.png"], "'--image': nowhere.png is no file"),
+        (["--image", __file__], "is not an image that can be read"),
+        (["--quantization", "int4"], "is not one of 'fp8_row_mx'"),
+        (["--modules-to-not-convert", "ffn"], "only valid with --quantization fp8_row_mx"),
+        (["--cache-backend", "tea_cache"], "is not one of 'none', 'cache_dit'"),
+        (["--ring-degree", "0"], "'--ring-degree': 0 is not 1 or more"),
+        (["--profile", "--profile-runs", "0"], "'--profile-runs': 0 is not 1 or more"),
     ],
 )
 def test_usage_errors_come_before_the_engine(
@@ -161,14 +189,85 @@ def test_every_option_reaches_the_engine(arguments: list[str], fake_engine: Engi
         "flow_shift": 12.0,
         "boundary_ratio": 0.9,
         "sample_solver": "euler",
+        "num_outputs_per_prompt": 1,
         "tensor_parallel_size": 2,
+        "ring_degree": 2,
+        "cfg_parallel_size": 2,
+        "vae_patch_parallel_size": 4,
         "dtype": "float32",
+        "quantization": "fp8_row_mx",
+        "comfyui_fp8_model_path": str(Path(__file__).parent),
+        "cache_backend": "cache_dit",
     }
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags += ["--modules-to-not-convert", "attn1, ffn", "--vae-use-tiling", "--enable-cpu-offload"]
     run([*arguments, *flags], code=0)
     request = dataclasses.asdict(fake_engine.request)
+    options |= {"modules_to_not_convert": ("attn1", "ffn"), "vae_use_tiling": True, "enable_cpu_offload": True}
     assert {name: request[name] for name in options} == options
     assert not request["seed_is_random"]
+
+
+def test_no_cfg_is_guidance_1_for_both_experts(arguments: list[str], fake_engine: Engine) -> None:
+    run([*arguments, "--no-cfg"], code=0)
+    assert fake_engine.request is not None
+    assert (fake_engine.request.guidance_scale, fake_engine.request.guidance_scale_2) == (1.0, 1.0)
+
+
+def test_images_travel_as_vllm_omni_takes_them(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> None:
+    first, last = tmp_path / "first.png", tmp_path / "last.jpg"
+    Image.new("RGBA", (6, 4), "red").save(first)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a photo that was taken upright
+    Image.new("RGB", (6, 4), "blue").save(last, exif=turned)
+    run([*arguments, "--image", str(first), "--last-image", str(last)], code=0)
+    assert fake_engine.request is not None
+    media = engine.engine_prompt(fake_engine.request)["multi_modal_data"]
+    assert {name: (image.mode, image.size) for name, image in media.items()} == {
+        "image": ("RGB", (6, 4)),
+        "last_image": ("RGB", (4, 6)),
+    }
+    assert "only valid with --image" in run([*arguments, "--last-image", str(last)], code=2)[1]
+
+
+def test_several_videos_are_numbered_in_the_order_of_their_seeds(
+    arguments: list[str], fake_engine: Engine, tmp_path: Path
+) -> None:
+    fake_engine.answer = output(report=REPORT, videos=2)
+    summary = json.loads(run([*arguments, "--seed", "7", "--num-outputs-per-prompt", "2", "--json"], code=0)[0])
+    assert summary["outputs"] == [str(tmp_path / "out-1.mp4"), str(tmp_path / "out-2.mp4")]
+    assert all(read_video_info(path).frames == 5 for path in summary["outputs"])
+    assert summary["seeds"] == [7, 8]
+    assert not (tmp_path / "out.mp4").exists()
+
+
+def test_where_settings_came_from(arguments: list[str], fake_engine: Engine) -> None:
+    fake_engine.answer = output(report={**REPORT, "sources": SOURCES})
+    command = [*arguments, "--seed", "7", "--height", "32"]
+    # The frame rate is in the configuration's sampling parameters, which reach the pipeline as the request's.
+    assert json.loads(run([*command, "--json"], code=0)[0])["sources"] == {**SOURCES, "fps": "configuration"}
+    table = [" ".join(line.split()) for line in run(command, code=0)[0].splitlines()]
+    assert "from request height" in table
+    assert "from configuration file fps" in table
+    assert "from default width" in table
+
+
+def test_profile(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> None:
+    report = {**REPORT, "step_seconds": {"transformer": [1.0, 3.0], "transformer_2": [2.0]}}
+    durations = {"text": 1.0, "denoise": 30.0, "vae": 3.0, "transfer": 0.5}
+    fake_engine.answer = output(report=report, durations=durations)
+    stdout, _ = run([*arguments, "--seed", "7", "--profile", "--profile-runs", "3"], code=0)
+    rows = [line.split() for line in stdout.splitlines()]
+    assert ["total", "37.000", "100.0%", "36.000", "38.000"] in rows
+    assert ["denoise", "30.000", "81.1%", "30.000", "30.000"] in rows
+    assert ["transformer:", "each", "of", "2", "steps", "2.000", "1.000", "3.000"] in rows
+    profile = json.loads((tmp_path / "out.profile.json").read_text())
+    assert (profile["start_seconds"], profile["warm_up_seconds"], profile["median"]["total"]) == (10.0, 100.0, 37.0)
+    # What no stage accounts for: the median of 36, 37 and 38 less the stages' 34.5 and 0.25 of vLLM-Omni's own.
+    assert profile["median"]["stages"] == {**durations, "postprocess": 0.25, "other": 2.25}
+    assert profile["median"]["step_seconds"]["transformer"] == {"steps": 2, "median": 2.0, "least": 1.0, "most": 3.0}
+    assert [timed["total"] for timed in profile["runs"]] == [36.0, 37.0, 38.0]
+    assert profile["settings"]["steps_per_expert"] == {"transformer": 26, "transformer_2": 14}
 
 
 def test_the_file_holds_what_the_summary_says(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> None:
@@ -180,7 +279,7 @@ def test_the_file_holds_what_the_summary_says(arguments: list[str], fake_engine:
     assert summary["seed"] == 7
     assert summary["seconds"] == {"text": 1.25, "denoise": 30.0, "vae": 4.5, "start": 10.0, "total": 36.0}
     assert {name: summary[name] for name in REPORT} == REPORT
-    assert summary["output"] == str(tmp_path / "out.mp4")
+    assert summary["outputs"] == [str(tmp_path / "out.mp4")]
 
 
 def test_the_table(arguments: list[str], fake_engine: Engine) -> None:
@@ -294,6 +393,26 @@ def test_a_stage_configuration_becomes_a_deploy_configuration(
     assert "tensor_parallel_size: 2" in fake_engine.deploy_text
     assert fake_engine.request is not None
     assert not fake_engine.request.deploy_config.exists(), "the temporary file is left behind"
+    assert engine.engine_arguments(fake_engine.request) == {"deploy_config": str(fake_engine.request.deploy_config)}
+
+
+def test_engine_settings_go_into_the_configuration_file(
+    arguments: list[str], fake_engine: Engine, tmp_path: Path
+) -> None:
+    stage, deploy = tmp_path / "stage.yaml", tmp_path / "deploy.yaml"
+    stage.write_text(STAGE)
+    deploy.write_text("dtype: bfloat16\nstages: [{stage_id: 0, flow_shift: 3.0, model_config: {warmup_shapes: []}}]\n")
+    flags = ["--dtype", "float32", "--flow-shift", "12", "--cache-backend", "cache_dit", "--quantization", "fp8_row_mx"]
+    for file in (["--stage-config", str(stage)], ["--deploy-config", str(deploy)]):
+        run([*arguments, *flags, *file], code=0)
+        assert fake_engine.deploy_text is not None
+        written = yaml.safe_load(fake_engine.deploy_text)
+        [entry] = written["stages"]
+        assert (written["dtype"], entry["flow_shift"], entry["cache_backend"]) == ("float32", 12.0, "cache_dit")
+        assert entry["model_config"]["quantization"] == "fp8_row_mx"
+    assert entry["model_config"]["warmup_shapes"] == []
+    deploy.write_text("stages: []\n")
+    assert "has not one stage" in run([*arguments, *flags, "--deploy-config", str(deploy)], code=2)[1]
 
 
 def test_a_bad_stage_configuration(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> None:
@@ -345,6 +464,7 @@ def test_the_request_sets_fields_that_vllm_omni_has() -> None:
     request = GenerationRequest(
         model="m", prompt="p", seed=1, seed_is_random=False, height=1, width=1, num_frames=5, num_inference_steps=1,
         guidance_scale=1.0, guidance_scale_2=1.0, fps=8.0, flow_shift=1.0, boundary_ratio=0.5, sample_solver="unipc",
+        num_outputs_per_prompt=2,
     )  # fmt: skip
     assert set(vars(engine.apply_request(OmniDiffusionSamplingParams(), request))) <= known
 

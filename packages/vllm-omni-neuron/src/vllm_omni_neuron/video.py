@@ -78,10 +78,22 @@ def _root_logger_kept() -> Iterator[None]:
 
 
 def frames_from_output(output: Any) -> Any:
-    """The frames of the one video in a request's output, as the online endpoint finds them.
+    """The frames of the one video in a request's output.
 
     Raises:
         ValueError: The output holds no video, or more than one.
+    """
+    videos = videos_from_output(output)
+    if len(videos) != 1:
+        raise ValueError(f"expected one video in the output, found {len(videos)}")
+    return videos[0]
+
+
+def videos_from_output(output: Any) -> list[Any]:
+    """The frames of each video in a request's output, as the online endpoint finds them.
+
+    Raises:
+        ValueError: The output holds none.
     """
     with _root_logger_kept():
         from vllm_omni.entrypoints.openai.serving_video import OmniOpenAIServingVideo
@@ -89,9 +101,9 @@ def frames_from_output(output: Any) -> Any:
     multimodal = output.multimodal_output
     payload = output.images or (multimodal.get("video") if isinstance(multimodal, Mapping) else None)
     videos = OmniOpenAIServingVideo._normalize_video_outputs(payload)
-    if len(videos) != 1:
-        raise ValueError(f"expected one video in the output, found {len(videos)}")
-    return videos[0]
+    if not videos:
+        raise ValueError("expected a video in the output, found none")
+    return list(videos)
 
 
 def fps_from_output(output: Any, requested: float | None) -> float:

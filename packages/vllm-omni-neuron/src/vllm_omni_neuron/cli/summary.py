@@ -3,7 +3,7 @@
 
 A pipeline reports through two channels that vLLM-Omni carries to the caller:
 
-- `stage_durations` of its DiffusionOutput: seconds under `text`, `denoise` and `vae`;
+- `stage_durations` of its DiffusionOutput: seconds under `text`, `denoise`, `vae` and the like;
 - the group `generation` of the metadata beside its payload, with the keys of `REPORTED`.
 
 A pipeline may leave out any of it; what is missing is None here and shown as "–".
@@ -11,7 +11,7 @@ A pipeline may leave out any of it; what is missing is None here and shown as "�
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rich.table import Table
@@ -20,6 +20,7 @@ from .console import plain_table
 
 REPORTED = (
     "num_inference_steps",
+    "num_outputs_per_prompt",
     "steps_per_expert",
     "guidance_per_expert",
     "sample_solver",
@@ -33,16 +34,47 @@ REPORTED = (
 )
 SECONDS = ("text", "denoise", "vae")
 MISSING = "–"
+_SOURCES = {
+    "request": "request",
+    "configuration": "configuration file",
+    "engine": "engine",
+    "checkpoint": "checkpoint",
+    "default": "default",
+}
+
+
+def generation_report(output: Any) -> Mapping[str, Any]:
+    """What the pipeline says of the generation in `output` (vLLM-Omni's OmniRequestOutput)."""
+    metadata = _mapping(_mapping(output.multimodal_output).get("metadata"))
+    return _mapping(metadata.get("generation"))
 
 
 def summary_from_output(output: Any) -> dict[str, Any]:
-    """What `output` (vLLM-Omni's OmniRequestOutput) says of its generation, None for what it does not say."""
-    metadata = _mapping(_mapping(output.multimodal_output).get("metadata"))
-    generation = _mapping(metadata.get("generation"))
+    """What `output` says of its generation, None for what it does not say."""
+    generation = generation_report(output)
     durations = _mapping(output.stage_durations)
     return {
         **{name: generation.get(name) for name in REPORTED},
-        "seconds": {name: durations.get(name) for name in SECONDS},
+        "seconds": {**dict.fromkeys(SECONDS), **durations},
+    }
+
+
+def effective_sources(reported: Any, asked: Collection[str], configured: Collection[str]) -> dict[str, str] | None:
+    """Where each setting came from.
+
+    The pipeline cannot tell what the user asked for from what the configuration file's sampling parameters filled in:
+    both reach it as the request's.
+
+    Args:
+        reported: The pipeline's own sources by setting, if it has any.
+        asked: Settings that the user gave.
+        configured: Settings that the configuration file's sampling parameters hold.
+    """
+    if not isinstance(reported, Mapping):
+        return None
+    return {
+        name: "configuration" if source == "request" and name not in asked and name in configured else source
+        for name, source in reported.items()
     }
 
 
@@ -50,17 +82,19 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     """The summary for people."""
     table = plain_table("", "")
     frames, fps = summary["num_frames"], summary["fps"]
+    outputs = summary["outputs"]
     rows = {
-        "video": summary["output"],
+        ("video" if len(outputs) == 1 else "videos"): ", ".join(outputs),
         "model": summary["model"],
         "size": f"{summary['width']}×{summary['height']}",
         "frames": f"{frames} at {fps:g} fps ({frames / fps:.2f} s)",
         "steps": _per_expert(summary["steps_per_expert"], join=" + "),
         "guidance": _per_expert(summary["guidance_per_expert"]),
         "schedule": _schedule(summary),
-        "seed": str(summary["seed"]),
+        "seed" if len(outputs) == 1 else "seeds": ", ".join(str(seed) for seed in summary["seeds"]),
         "layout": _layout(summary),
         "dtype": summary["dtype"] or MISSING,
+        **_sources(summary["sources"]),
         "seconds": _seconds(summary["seconds"]),
     }
     for name, value in rows.items():
@@ -75,6 +109,16 @@ def notes(summary: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
         for name in ("width", "height", "num_frames")
         if asked[name] is not None and asked[name] != summary[name]
     ]
+
+
+def _sources(sources: Mapping[str, str] | None) -> dict[str, str]:
+    """A row for each source: the settings that came from it."""
+    found: dict[str, str] = {}
+    for source, label in _SOURCES.items():
+        names = [name for name, where in (sources or {}).items() if where == source]
+        if names:
+            found[f"from {label}"] = ", ".join(names)
+    return found
 
 
 def _schedule(summary: Mapping[str, Any]) -> str:
