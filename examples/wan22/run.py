@@ -23,9 +23,7 @@ FULL = {"height": 480, "width": 832, "num_frames": 81, "num_inference_steps": 40
 DEV = {"height": 128, "width": 208, "num_frames": 5, "num_inference_steps": 10}
 SEED = 42
 
-Dev = Annotated[
-    bool, typer.Option("--dev", help="208×128, 5 frames, 10 steps instead of 832×480, 81 frames, 40 steps.")
-]
+Dev = Annotated[bool, typer.Option("--dev", help="208×128, 5 frames, 10 steps; else 832×480, 81 frames, 40 steps.")]
 
 
 def shape(dev: bool, height: int | None, width: int | None, num_frames: int | None) -> dict[str, Any]:
