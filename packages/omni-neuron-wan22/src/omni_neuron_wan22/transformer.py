@@ -532,7 +532,7 @@ class WanTransformer3DModel(nn.Module):
     def embed(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> Tokens:
         """The first part of `forward`: what the blocks take."""
         hidden = self.patch_embedding(hidden_states.to(self.dtype))
-        context, sequence = self._shards(hidden_states.shape)
+        context, sequence = self.shards(hidden_states.shape)
         compiling = torch.compiler.is_compiling()
         place, sequence_place = (self.context_place, self.sequence_place) if compiling else (None, None)
         hidden = sequence.split(context.split(hidden, 1, place), 1, sequence_place)
@@ -548,7 +548,7 @@ class WanTransformer3DModel(nn.Module):
         last: int | None = None,
     ) -> Tokens:
         """The blocks `first` to `last`, exclusive, on what `embed` returned for latents of `latent_shape`."""
-        hidden, length = tokens.hidden, self._shards(latent_shape)[0].sequence_length
+        hidden, length = tokens.hidden, self.shards(latent_shape)[0].sequence_length
         pairs = cross_attention.blocks[first:last]
         for block, key_value in zip(self._blocks()[first:last], pairs, strict=True):
             hidden = block(hidden, tokens.modulation, tokens.rotary_emb, key_value, cross_attention.bias, length)
@@ -556,13 +556,13 @@ class WanTransformer3DModel(nn.Module):
 
     def predict(self, tokens: Tokens, latent_shape: torch.Size) -> TransformerOutput:
         """The last part of `forward`: the prediction from the last block's tokens."""
-        context, sequence = self._shards(latent_shape)
+        context, sequence = self.shards(latent_shape)
         shift, scale = (self.scale_shift_table + tokens.temb.float().unsqueeze(1)).unbind(1)
         projected = self.proj_out(self.norm_out(tokens.hidden, scale, shift))
         projected = context.gather(sequence.gather(projected), 1, self.context_group)
         return TransformerOutput(self._unpatchify(projected, latent_shape))
 
-    def _shards(self, latent_shape: torch.Size) -> tuple[SequenceShard, SequenceParallel]:
+    def shards(self, latent_shape: torch.Size) -> tuple[SequenceShard, SequenceParallel]:
         """This rank's tokens of latents `[B, C, T, H, W]`, over CP, and of those over TP."""
         sizes = zip(latent_shape[2:], self.config.patch_size, strict=True)
         length = math.prod(size // patch for size, patch in sizes)
