@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -118,13 +119,31 @@ def test_text_encoder(size: int) -> None:
     check_coverage(model, text_encoder_mapping(UMT5_XXL), reference, size)
 
 
-def test_vae() -> None:
+# vae/config.json of Wan2.2-TI2V-5B, which ships VAE 2.2.
+TI2V_5B_VAE = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, TI2V_5B_VAE], ids=["2.1", "2.2"])
+def test_vae(changes: dict[str, Any]) -> None:
+    z_dim = changes.get("z_dim", 16)
+    statistics = {"latents_mean": [0.0] * z_dim, "latents_std": [1.0] * z_dim}
     with torch.device("meta"):
-        reference = AutoencoderKLWan().state_dict()
-        config = VaeConfig(latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16)
-        model = NeuronAutoencoderKLWan(config)
-    decoder = {key: value for key, value in reference.items() if not key.startswith(("encoder.", "quant_conv."))}
-    check_coverage(model, vae_mapping(config), decoder, 1)
+        reference = AutoencoderKLWan(**changes, **statistics)
+        config = VaeConfig.from_dict(dict(reference.config))
+        decoder, both = NeuronAutoencoderKLWan(config), NeuronAutoencoderKLWan(config, encoder=True)
+    state = reference.state_dict()
+    check_coverage(both, vae_mapping(config, encoder=True), state, 1)
+    of_decoder = {key: value for key, value in state.items() if not key.startswith(("encoder.", "quant_conv."))}
+    check_coverage(decoder, vae_mapping(config), of_decoder, 1)
 
 
 @pytest.mark.parametrize("size", [3, 6, 16, 0])

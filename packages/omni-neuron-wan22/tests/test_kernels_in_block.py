@@ -13,8 +13,8 @@ import torch
 
 import omni_neuron_nkisim
 from omni_neuron_kernels import explain
-from omni_neuron_wan22 import WanCheckpoint, load_transformer, load_vae, transformer, vae
-from omni_neuron_wan22.vae import FeatureCache
+from omni_neuron_wan22 import WanCheckpoint, load_transformer, load_vae, transformer, vae_layers
+from omni_neuron_wan22.vae_layers import FeatureCache
 
 TOKENS = (3, 6, 8)  # latent frames, rows, columns: 36 tokens of patches of 1 × 2 × 2
 Launches = list[tuple[str, str | None]]  # op that a module called, kernel that ran for it
@@ -35,7 +35,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """What the modules' calls of kernels come to, in their order."""
     found: Launches = []
     ops = ("adaln_modulate", "causal_conv3d", "flash_attention", "mlp", "output_projection", "qkv_projection")
-    for module in (transformer, vae):
+    for module in (transformer, vae_layers):
         for name in (*ops, "rms_norm", "context_attention"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, _spied(getattr(module, name), name, found))

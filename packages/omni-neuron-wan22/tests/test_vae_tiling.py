@@ -16,6 +16,18 @@ from wan22_reference import relative_l2
 from omni_neuron_parallel import RankPool, Topology, stitch_tiles
 from omni_neuron_wan22 import NeuronAutoencoderKLWan, VaeConfig, VaeTiling, WanConfigError
 
+WAN21 = VaeConfig(latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16)
+WAN22 = VaeConfig(
+    z_dim=48,
+    is_residual=True,
+    in_channels=12,
+    out_channels=12,
+    patch_size=2,
+    scale_factor_spatial=16,
+    latents_mean=(0.0,) * 48,
+    latents_std=(1.0,) * 48,
+)
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -54,7 +66,7 @@ def test_tiles_without_overlap_equal_diffusers(tiny: Path) -> None:
 @pytest.mark.parametrize("size", [(7, 10), (6, 9), (5, 4)])
 def test_blending_is_that_of_diffusers(size: tuple[int, int]) -> None:
     """Its own functions on the same tiles; the last ones, pulled back, over the whole of their overlap."""
-    plan = TILING.plan(*size, 8)
+    plan = TILING.decoding_plan(*size, WAN21)
     generator = torch.Generator().manual_seed(1)
     tiles = [torch.randn(1, 3, 2, *plan.output_tile, generator=generator) for _ in range(plan.count)]
     blend_v, blend_h = AutoencoderKLWan.blend_v, AutoencoderKLWan.blend_h
@@ -187,7 +199,21 @@ def test_more_ranks_than_tiles(tiny: Path, four_ranks: RankPool) -> None:
 
 def test_a_tiling_that_does_not_fit_is_refused() -> None:
     with pytest.raises(WanConfigError, match="tile_sample_min_width = 250: valid values are positive multiples of 8"):
-        VaeTiling(tile_sample_min_width=250).plan(60, 104, 8)
+        VaeTiling(tile_sample_min_width=250).decoding_plan(60, 104, WAN21)
     with pytest.raises(WanConfigError, match=r"tile_sample_stride_height = 264 leaves gaps.* = 256; .* 8 to 256"):
-        VaeTiling(tile_sample_stride_height=264).plan(60, 104, 8)
-    assert VaeTiling().plan(90, 160, 8).count == 28
+        VaeTiling(tile_sample_stride_height=264).encoding_plan(480, 832, WAN21)
+    with pytest.raises(WanConfigError, match=r"tile_sample_stride_width = 24: .* multiples of 16"):
+        VaeTiling(tile_sample_stride_width=24).encoding_plan(480, 832, WAN22)
+
+
+def test_the_tiles_of_720p() -> None:
+    """256 pixels every 192, of both VAEs, in both directions: tiles are not halved where patches halve the picture."""
+    for config, height in ((WAN21, 720), (WAN22, 704)):
+        scale = config.scale_factor_spatial
+        encoding = VaeTiling().encoding_plan(height, 1280, config)
+        decoding = VaeTiling().decoding_plan(height // scale, 1280 // scale, config)
+        assert encoding.count == decoding.count == 28
+        assert encoding.tile == (256, 256)
+        assert encoding.origins == tuple((scale * row, scale * column) for row, column in decoding.origins)
+        assert encoding.output_size == decoding.size
+        assert decoding.output_size == (height // config.patch, 1280 // config.patch)

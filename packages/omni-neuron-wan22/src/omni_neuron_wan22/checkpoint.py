@@ -196,17 +196,16 @@ def load_text_encoder(
 
 
 def load_vae(
-    checkpoint: WanCheckpoint, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    checkpoint: WanCheckpoint, *, dtype: torch.dtype, device: torch.device | str = "cpu", encoder: bool = False
 ) -> NeuronAutoencoderKLWan:
-    """The VAE's decoder, whole; only the rank that decodes calls this."""
+    """The VAE's decoder, whole, and its encoder where asked for; only the ranks that decode call this."""
     config = checkpoint.vae_config
 
     def make(group: AxisGroup) -> NeuronAutoencoderKLWan:
-        return NeuronAutoencoderKLWan(config)
+        return NeuronAutoencoderKLWan(config, encoder=encoder)
 
-    return _load(
-        make, vae_mapping(config), checkpoint.path / "vae", dtype, device, AxisGroup("tp"), UNUSED_VAE_PREFIXES
-    )
+    mapping, unused = vae_mapping(config, encoder=encoder), () if encoder else UNUSED_VAE_PREFIXES
+    return _load(make, mapping, checkpoint.path / "vae", dtype, device, AxisGroup("tp"), unused)
 
 
 def _transformer(

@@ -130,7 +130,7 @@ class UMT5Config(_Config):
 
 @dataclass(frozen=True)
 class VaeConfig(_Config):
-    """The decoder half of `AutoencoderKLWan` (VAE 2.1); field names are diffusers', defaults those of T2V-A14B."""
+    """`AutoencoderKLWan`, VAE 2.1 or 2.2; field names are diffusers', defaults those of A14B (2.1)."""
 
     base_dim: int = 96
     decoder_base_dim: int | None = None
@@ -142,20 +142,49 @@ class VaeConfig(_Config):
     latents_mean: tuple[float, ...] = ()
     latents_std: tuple[float, ...] = ()
     is_residual: bool = False
+    in_channels: int = 3
     out_channels: int = 3
     patch_size: int | None = None
     scale_factor_temporal: int = 4
     scale_factor_spatial: int = 8
 
     def __post_init__(self) -> None:
-        if self.is_residual or self.patch_size is not None:
+        if self.attn_scales:
+            raise WanConfigError(f"attn_scales = {list(self.attn_scales)}: Wan's VAEs have none")
+        if len(self.temperal_downsample) != len(self.dim_mult) - 1:
             raise WanConfigError(
-                f"is_residual = {self.is_residual}, patch_size = {self.patch_size}: this is VAE 2.2 (TI2V-5B); "
-                "this version of omni-neuron-wan22 runs VAE 2.1 (T2V-A14B layout)"
+                f"temperal_downsample has {len(self.temperal_downsample)} values, dim_mult {len(self.dim_mult)}: "
+                "one less is needed"
             )
+        # What the layers do, whatever the file says.
+        strides = {
+            "scale_factor_spatial": self.patch * 2 ** len(self.temperal_downsample),
+            "scale_factor_temporal": 2 ** sum(self.temperal_downsample),
+        }
+        for name, stride in strides.items():
+            if getattr(self, name) != stride:
+                raise WanConfigError(
+                    f"{name} = {getattr(self, name)}: dim_mult, temperal_downsample and patch_size = "
+                    f"{self.patch_size} make it {stride}"
+                )
+        for name in ("in_channels", "out_channels"):
+            if getattr(self, name) % self.patch**2:
+                raise WanConfigError(
+                    f"{name} = {getattr(self, name)}: patch_size = {self.patch} needs a multiple of {self.patch**2}"
+                )
         for name in ("latents_mean", "latents_std"):
             if len(getattr(self, name)) != self.z_dim:
                 raise WanConfigError(f"{name} has {len(getattr(self, name))} values, z_dim is {self.z_dim}")
+
+    @property
+    def patch(self) -> int:
+        """Pixels of a patch in height and in width; VAE 2.1 has no patches, which is patches of 1."""
+        return self.patch_size or 1
+
+    @property
+    def encoder_dims(self) -> tuple[int, ...]:
+        """Channels of the encoder from the pixel side to the latent side, one more than there are down blocks."""
+        return tuple(self.base_dim * factor for factor in (1, *self.dim_mult))
 
     @property
     def decoder_dims(self) -> tuple[int, ...]:

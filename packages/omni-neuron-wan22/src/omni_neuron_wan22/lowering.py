@@ -17,7 +17,7 @@ from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfig
 from omni_neuron_wan22.request import DEFAULT_MAX_SEQUENCE_LENGTH
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel
-from omni_neuron_wan22.vae import NeuronWanDecoder3d
+from omni_neuron_wan22.vae_decoder import NeuronWanDecoder3d
 
 COMPONENTS = get_args(Component)
 

@@ -69,7 +69,7 @@ _UMT5_BLOCK: Mapping = {
     "ffn.wo.weight": "layer.1.DenseReluDense.wo.weight",
 }
 
-# Keys that a text-to-video checkpoint holds and that nothing here needs.
+# Keys that a checkpoint holds and that nothing here needs; the VAE's only where nothing is encoded.
 UNUSED_TEXT_ENCODER_KEYS = ("encoder.embed_tokens.weight",)  # the same tensor as shared.weight
 UNUSED_VAE_PREFIXES = ("encoder.", "quant_conv.")
 
@@ -101,25 +101,64 @@ def text_encoder_mapping(config: UMT5Config) -> Mapping:
     return mapping
 
 
-def vae_mapping(config: VaeConfig) -> Mapping:
-    """Parameter of `NeuronAutoencoderKLWan` → key in `vae/`; the decoder keeps diffusers' names."""
-    names = ["post_quant_conv", "decoder.conv_in", "decoder.conv_out"]
-    norms = ["decoder.norm_out", "decoder.mid_block.attentions.0.norm"]
-    names += ["decoder.mid_block.attentions.0.to_qkv", "decoder.mid_block.attentions.0.proj"]
-    resnets = [f"decoder.mid_block.resnets.{index}" for index in range(2)]
-    shortcuts = []
+def vae_mapping(config: VaeConfig, *, encoder: bool = False) -> Mapping:
+    """Parameter of `NeuronAutoencoderKLWan` → key in `vae/`; both halves keep diffusers' names.
+
+    Args:
+        config: VAE 2.1 or 2.2.
+        encoder: with the encoder's.
+    """
+    names = ["post_quant_conv", *_vae_decoder_layers(config)]
+    names += ["quant_conv", *_vae_encoder_layers(config)] if encoder else []
+    parameters = []
+    for name in names:
+        norm = name.rpartition(".")[2].startswith("norm")
+        parameters += [f"{name}.gamma"] if norm else [f"{name}.weight", f"{name}.bias"]
+    return {name: name for name in parameters}
+
+
+def _vae_residuals(prefixes: list[str], in_channels: int, out_channels: int) -> list[str]:
+    layers = ("norm1", "conv1", "norm2", "conv2")
+    shortcut = [f"{prefixes[0]}.conv_shortcut"] if in_channels != out_channels else []
+    return [*shortcut, *(f"{prefix}.{layer}" for prefix in prefixes for layer in layers)]
+
+
+def _vae_middle(prefix: str) -> list[str]:
+    attention = [f"{prefix}.attentions.0.{layer}" for layer in ("norm", "to_qkv", "proj")]
+    return [*attention, *_vae_residuals([f"{prefix}.resnets.{index}" for index in range(2)], 1, 1)]
+
+
+def _vae_resample(prefix: str, temporal: bool) -> list[str]:
+    return [f"{prefix}.resample.1"] + ([f"{prefix}.time_conv"] if temporal else [])
+
+
+def _vae_decoder_layers(config: VaeConfig) -> list[str]:
+    names = ["decoder.conv_in", "decoder.norm_out", "decoder.conv_out", *_vae_middle("decoder.mid_block")]
     dims, temporal = config.decoder_dims, tuple(reversed(config.temperal_downsample))
-    for block, (in_channels, out_channels) in enumerate(pairwise(dims)):
+    upsampler = "upsampler" if config.is_residual else "upsamplers.0"
+    entering = dims[0]
+    for block, channels in enumerate(dims[1:]):
         prefix = f"decoder.up_blocks.{block}"
-        resnets += [f"{prefix}.resnets.{index}" for index in range(config.num_res_blocks + 1)]
-        if (in_channels if block == 0 else in_channels // 2) != out_channels:
-            shortcuts.append(f"{prefix}.resnets.0.conv_shortcut")
-        if block < len(dims) - 2:
-            names.append(f"{prefix}.upsamplers.0.resample.1")
-            if temporal[block]:
-                names.append(f"{prefix}.upsamplers.0.time_conv")
-    for resnet in resnets:
-        names += [f"{resnet}.conv1", f"{resnet}.conv2"]
-        norms += [f"{resnet}.norm1", f"{resnet}.norm2"]
-    layers = [f"{name}.{kind}" for name in [*names, *shortcuts] for kind in ("weight", "bias")]
-    return {name: name for name in [*layers, *(f"{norm}.gamma" for norm in norms)]}
+        places = [f"{prefix}.resnets.{index}" for index in range(config.num_res_blocks + 1)]
+        names += _vae_residuals(places, entering, channels)
+        if block < len(temporal):
+            names += _vae_resample(f"{prefix}.{upsampler}", temporal[block])
+        entering = channels if config.is_residual else channels // 2
+    return names
+
+
+def _vae_encoder_layers(config: VaeConfig) -> list[str]:
+    names = ["encoder.conv_in", "encoder.norm_out", "encoder.conv_out", *_vae_middle("encoder.mid_block")]
+    temporal, count = config.temperal_downsample, config.num_res_blocks
+    for block, (entering, channels) in enumerate(pairwise(config.encoder_dims)):
+        if config.is_residual:
+            prefix = f"encoder.down_blocks.{block}"
+            places, downsampler = [f"{prefix}.resnets.{index}" for index in range(count)], f"{prefix}.downsampler"
+        else:
+            # VAE 2.1 numbers residual blocks and resamplings in one list.
+            first = block * (count + 1)
+            *places, downsampler = [f"encoder.down_blocks.{first + index}" for index in range(count + 1)]
+        names += _vae_residuals(places, entering, channels)
+        if block < len(temporal):
+            names += _vae_resample(downsampler, temporal[block])
+    return names

@@ -12,9 +12,10 @@ from omni_neuron_parallel.planning import Linear, ModelSizes, Rows, Split, VaeSi
 from omni_neuron_wan22.checkpoint import WanCheckpoint
 from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError
 from omni_neuron_wan22.request import DEFAULT_MAX_SEQUENCE_LENGTH
-from omni_neuron_wan22.vae import CACHED_FRAMES, VaeTiling
+from omni_neuron_wan22.vae import VaeTiling
 
 FLOAT32 = 4
+CACHED_FRAMES = 2  # by every convolution over three frames
 
 
 def t2v_a14b() -> ModelSizes:
