@@ -11,7 +11,7 @@ from diffusers import WanPipeline
 from wan22_reference import NEGATIVE_PROMPT, PROMPT, on_ranks, relative_l2, run_trajectory
 
 from omni_neuron_parallel import RankPool
-from omni_neuron_wan22 import NeuronFlowUniPCMultistepScheduler
+from omni_neuron_wan22 import NeuronFlowUniPCMultistepScheduler, make_scheduler
 
 SETTINGS = {
     "height": 64,
@@ -93,3 +93,13 @@ def test_shift_of_one_request_does_not_stick_to_the_next(tiny: Path) -> None:
 
     assert steps(12.0) == {"transformer": 26, "transformer_2": 14}
     assert steps(5.0) == {"transformer": 17, "transformer_2": 23}
+
+
+def test_a_step_at_the_boundary_itself_is_the_high_noise_experts(tiny: Path) -> None:
+    scheduler = make_scheduler("euler", 5.0)
+    scheduler.set_timesteps(40)
+    exact = [index for index, value in enumerate(scheduler.timesteps.tolist()) if value / 1000 * 1000 == value]
+    step = next(index for index in exact if index > 5)
+    settings = SETTINGS | {"num_inference_steps": 40, "height": 16, "width": 16, "num_frames": 5}
+    settings |= {"extra_args": {"sample_solver": "euler"}, "boundary_ratio": scheduler.timesteps[step].item() / 1000}
+    assert run_trajectory(str(tiny), torch.float32, settings)[2]["transformer"] == step + 1

@@ -146,3 +146,15 @@ def test_guidance_reaches_both_experts() -> None:
 def test_frame_rate_changes_the_container_only() -> None:
     request = resolve(fps=24, num_frames=33)
     assert (request.fps, request.num_frames) == (24.0, 33)
+
+
+@pytest.mark.parametrize(
+    ("asked", "frames"), [({}, 81), ({"fps": 24}, 81), ({"seconds": "5", "fps": 16}, 81), ({"num_frames": 33}, 33)]
+)
+def test_frames_of_an_online_request(asked: dict[str, Any], frames: int) -> None:
+    """The endpoint makes a count of seconds and fps; without one the model's counts, and fps changes none of it."""
+    from vllm_omni.entrypoints.openai.protocol.videos import VideoGenerationRequest
+
+    online = VideoGenerationRequest(prompt="a cat", **asked).resolve_video_params(default_fps=None)
+    settings = {} if online.num_frames is None else {"num_frames": online.num_frames}
+    assert resolve(fps=online.fps, **settings).num_frames == frames

@@ -565,7 +565,7 @@ class WanTransformer3DModel(nn.Module):
     def shards(self, latent_shape: torch.Size) -> tuple[SequenceShard, SequenceParallel]:
         """This rank's tokens of latents `[B, C, T, H, W]`, over CP, and of those over TP."""
         sizes = zip(latent_shape[2:], self.config.patch_size, strict=True)
-        length = math.prod(size // patch for size, patch in sizes)
+        length = math.prod([size // patch for size, patch in sizes])  # a list: Dynamo hands no generator to C
         context = SequenceShard(length, self.context_group.size, self.context_group.rank)
         return context, SequenceParallel(context.shard_length, self.sequence_group)
 
