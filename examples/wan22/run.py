@@ -60,7 +60,7 @@ def main(
         **shape(dev, height, width, num_frames),
         **options.guidance(guidance_scale, None, no_cfg),
         **options.quantized(quantization, comfyui_fp8_model_path, modules_to_not_convert),
-        cache_backend=None if cache_backend is None else cache_backend.value,
+        **options.cached(cache_backend, None),
         tensor_parallel_size=tensor_parallel_size,
     )
     generate_videos(

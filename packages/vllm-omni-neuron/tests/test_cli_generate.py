@@ -51,8 +51,7 @@ def output(
     return SimpleNamespace(
         images=[video] * videos,
         multimodal_output={"metadata": metadata, "fps": 16.0},
-        stage_durations=durations or {},
-        metrics={"postprocess_time_ms": 250.0},
+        stage_durations={**(durations or {}), "queue_wait_ms": 0.5},
     )
 
 
@@ -136,6 +135,8 @@ def run(arguments: list[str], code: int) -> tuple[str, str]:
         (["--quantization", "int4"], "is not one of 'fp8_row_mx'"),
         (["--modules-to-not-convert", "ffn"], "only valid with --quantization fp8_row_mx"),
         (["--cache-backend", "tea_cache"], "is not one of 'none', 'cache_dit'"),
+        (["--cache-backend", "cache_dit", "--cache-config", "0.24"], "0.24 is not a JSON object"),
+        (["--cache-config", "{}"], "only valid with --cache-backend cache_dit"),
         (["--ring-degree", "0"], "'--ring-degree': 0 is not 1 or more"),
         (["--profile", "--profile-runs", "0"], "'--profile-runs': 0 is not 1 or more"),
     ],
@@ -175,7 +176,8 @@ def test_a_hub_name_is_refused_with_the_command_that_makes_a_folder(arguments: l
     assert fake_engine.request is None
 
 
-def test_every_option_reaches_the_engine(arguments: list[str], fake_engine: Engine) -> None:
+def test_every_option_reaches_the_engine(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> None:
+    Image.new("RGB", (6, 4)).save(tmp_path / "image.png")
     options = {
         "negative_prompt": "blur",
         "height": 32,
@@ -189,6 +191,7 @@ def test_every_option_reaches_the_engine(arguments: list[str], fake_engine: Engi
         "flow_shift": 12.0,
         "boundary_ratio": 0.9,
         "sample_solver": "euler",
+        "image_policy": "crop",
         "num_outputs_per_prompt": 1,
         "tensor_parallel_size": 2,
         "ring_degree": 2,
@@ -201,9 +204,11 @@ def test_every_option_reaches_the_engine(arguments: list[str], fake_engine: Engi
     }
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     flags += ["--modules-to-not-convert", "attn1, ffn", "--vae-use-tiling", "--enable-cpu-offload"]
+    flags += ["--cache-config", '{"max_warmup_steps": 2}', "--image", str(tmp_path / "image.png")]
     run([*arguments, *flags], code=0)
     request = dataclasses.asdict(fake_engine.request)
     options |= {"modules_to_not_convert": ("attn1", "ffn"), "vae_use_tiling": True, "enable_cpu_offload": True}
+    options["cache_config"] = {"max_warmup_steps": 2}
     assert {name: request[name] for name in options} == options
     assert not request["seed_is_random"]
 
@@ -227,7 +232,9 @@ def test_images_travel_as_vllm_omni_takes_them(arguments: list[str], fake_engine
         "image": ("RGB", (6, 4)),
         "last_image": ("RGB", (4, 6)),
     }
-    assert "only valid with --image" in run([*arguments, "--last-image", str(last)], code=2)[1]
+    for alone in (["--last-image", str(last)], ["--image-policy", "crop"]):
+        stderr = run([*arguments, *alone], code=2)[1]
+        assert alone[0] in stderr and "is only valid with --image" in stderr
 
 
 def test_several_videos_are_numbered_in_the_order_of_their_seeds(
@@ -263,8 +270,8 @@ def test_profile(arguments: list[str], fake_engine: Engine, tmp_path: Path) -> N
     assert ["transformer:", "each", "of", "2", "steps", "2.000", "1.000", "3.000"] in rows
     profile = json.loads((tmp_path / "out.profile.json").read_text())
     assert (profile["start_seconds"], profile["warm_up_seconds"], profile["median"]["total"]) == (10.0, 100.0, 37.0)
-    # What no stage accounts for: the median of 36, 37 and 38 less the stages' 34.5 and 0.25 of vLLM-Omni's own.
-    assert profile["median"]["stages"] == {**durations, "postprocess": 0.25, "other": 2.25}
+    # What no stage accounts for: the median of 36, 37 and 38 less the stages' 34.5.
+    assert profile["median"]["stages"] == {**durations, "other": 2.5}
     assert profile["median"]["step_seconds"]["transformer"] == {"steps": 2, "median": 2.0, "least": 1.0, "most": 3.0}
     assert [timed["total"] for timed in profile["runs"]] == [36.0, 37.0, 38.0]
     assert profile["settings"]["steps_per_expert"] == {"transformer": 26, "transformer_2": 14}
@@ -296,6 +303,21 @@ def test_the_table(arguments: list[str], fake_engine: Engine) -> None:
     fake_engine.answer = output(report={**REPORT, **extras})
     assert "TP 2 × CP 1 × CFG 1, sequence parallel, VAE tiles on 2 ranks" in run([*arguments, "--seed", "7"], code=0)[0]
     assert rows["seconds"] == "text 1.2, denoise 30.0, vae 4.5, start 10.0, total 36.0"
+
+
+def test_image_quantisation_and_cache_are_in_the_table(arguments: list[str], fake_engine: Engine) -> None:
+    layers = {"linears": 12, "row_mx_linears": 8}
+    branch = {"steps": 10, "cached_steps": [5, 6, 8]}
+    report = {
+        "image": {"size": [1000, 500], "policy": "resize", "aspect_error": 0.154},
+        "quantization": {"method": "fp8_row_mx", "computed_by": "by torch", "experts": {"transformer": layers}},
+        "cache": {"backend": "cache_dit", "experts": {"transformer": {"positive": branch, "negative": branch}}},
+    }
+    fake_engine.answer = output(report={**REPORT, **report})
+    table = [" ".join(line.split()) for line in run([*arguments, "--seed", "7"], code=0)[0].splitlines()]
+    assert "image 1000×500, policy resize, 15.4% stretched" in table
+    assert "quantized fp8_row_mx: transformer 8 of 12 linear layers; by torch" in table
+    assert "cache cache_dit: transformer 6 of 20 forwards reused" in table
 
 
 def test_what_a_pipeline_does_not_report_is_a_dash(arguments: list[str], fake_engine: Engine) -> None:
@@ -464,7 +486,7 @@ def test_the_request_sets_fields_that_vllm_omni_has() -> None:
     request = GenerationRequest(
         model="m", prompt="p", seed=1, seed_is_random=False, height=1, width=1, num_frames=5, num_inference_steps=1,
         guidance_scale=1.0, guidance_scale_2=1.0, fps=8.0, flow_shift=1.0, boundary_ratio=0.5, sample_solver="unipc",
-        num_outputs_per_prompt=2,
+        num_outputs_per_prompt=2, image_policy="crop",
     )  # fmt: skip
     assert set(vars(engine.apply_request(OmniDiffusionSamplingParams(), request))) <= known
 

@@ -23,7 +23,7 @@ SAMPLING_FIELDS = (
     "num_outputs_per_prompt",
     "fps",
 )
-EXTRA_FIELDS = ("flow_shift", "sample_solver")
+EXTRA_FIELDS = ("flow_shift", "sample_solver", "image_policy")
 # Values by which vLLM-Omni's sampling parameters say that nothing was given.
 _NOT_GIVEN = {"num_frames": 1, "num_outputs_per_prompt": 1}
 
@@ -39,6 +39,7 @@ class GenerationRequest:
     negative_prompt: str | None = None
     image: Path | None = None
     last_image: Path | None = None
+    image_policy: str | None = None
     height: int | None = None
     width: int | None = None
     num_frames: int | None = None
@@ -61,6 +62,7 @@ class GenerationRequest:
     comfyui_fp8_model_path: str | None = None
     modules_to_not_convert: tuple[str, ...] | None = None
     cache_backend: str | None = None
+    cache_config: Mapping[str, Any] | None = None
     deploy_config: Path | None = None
 
 
@@ -171,7 +173,8 @@ def with_engine_settings(deploy: Mapping[str, Any], request: GenerationRequest) 
 
 
 def _engine_settings(request: GenerationRequest) -> dict[str, Any]:
-    names = ("dtype", "flow_shift", "boundary_ratio", "vae_use_tiling", "enable_cpu_offload", "cache_backend")
+    cache = ("cache_backend", "cache_config")
+    names = ("dtype", "flow_shift", "boundary_ratio", "vae_use_tiling", "enable_cpu_offload", *cache)
     return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 

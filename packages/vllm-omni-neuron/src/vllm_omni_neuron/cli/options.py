@@ -7,6 +7,7 @@ turn options that belong together into fields of a `GenerationRequest`.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -35,6 +36,13 @@ class Quantization(StrEnum):
     """Weight formats other than the computation type."""
 
     FP8_ROW_MX = "fp8_row_mx"
+
+
+class ImagePolicy(StrEnum):
+    """Ways of an image to the video's size."""
+
+    RESIZE = "resize"
+    CROP = "crop"
 
 
 class CacheBackend(StrEnum):
@@ -99,6 +107,17 @@ def _output(value: Path) -> Path:
     return value
 
 
+def _json_object(value: str | None) -> str | None:
+    if value is not None:
+        try:
+            valid = isinstance(json.loads(value), dict)
+        except json.JSONDecodeError:
+            valid = False
+        if not valid:
+            raise typer.BadParameter(f"{value} is not a JSON object")
+    return value
+
+
 def _image(value: Path | None) -> Path | None:
     if value is None:
         return None
@@ -127,6 +146,14 @@ Image = Annotated[
 LastImage = Annotated[
     Path | None,
     typer.Option(callback=_image, rich_help_panel=_REQUEST, help="The last frame, where the model takes one."),
+]
+ImagePolicyOption = Annotated[
+    ImagePolicy | None,
+    typer.Option(
+        "--image-policy",
+        rich_help_panel=_REQUEST,
+        help="How images come to the video's size: stretched, or cut on two sides. Default: the engine's, else resize.",
+    ),
 ]
 NegativePrompt = Annotated[
     str | None, typer.Option(rich_help_panel=_REQUEST, help="What the video does not show. Default: nothing.")
@@ -206,6 +233,14 @@ CacheBackendOption = Annotated[
     CacheBackend | None,
     typer.Option("--cache-backend", rich_help_panel=_ENGINE, help="Reuse of results between steps."),
 ]
+CacheConfig = Annotated[
+    str | None,
+    typer.Option(
+        callback=_json_object,
+        rich_help_panel=_ENGINE,
+        help='Settings of --cache-backend as JSON: {"residual_diff_threshold": 0.24}.',
+    ),
+]
 VaeTiling = Annotated[
     bool, typer.Option("--vae-use-tiling", rich_help_panel=_ENGINE, help="Decode in overlapping tiles.")
 ]
@@ -278,6 +313,33 @@ def guidance(scale: float | None, scale_2: float | None, no_cfg: bool) -> dict[s
         if value is not None:
             raise typer.BadParameter(f"{value} contradicts --no-cfg, which is guidance 1", param_hint=name)
     return {"guidance_scale": 1.0, "guidance_scale_2": 1.0}
+
+
+def images(first: Path | None, last: Path | None, policy: ImagePolicy | None) -> dict[str, Any]:
+    """The fields of a request that concern images.
+
+    Raises:
+        typer.BadParameter: what needs the first image, without it.
+    """
+    if first is None:
+        for name, value in (("--last-image", last), ("--image-policy", policy)):
+            if value is not None:
+                raise typer.BadParameter("is only valid with --image, the first frame", param_hint=name)
+    return {"image": first, "last_image": last, "image_policy": None if policy is None else policy.value}
+
+
+def cached(backend: CacheBackend | None, config: str | None) -> dict[str, Any]:
+    """The fields of a request that concern reuse between steps.
+
+    Raises:
+        typer.BadParameter: settings without a backend.
+    """
+    if config is not None and backend is not CacheBackend.CACHE_DIT:
+        raise typer.BadParameter("is only valid with --cache-backend cache_dit", param_hint="--cache-config")
+    return {
+        "cache_backend": None if backend is None else backend.value,
+        "cache_config": None if config is None else json.loads(config),
+    }
 
 
 def quantized(

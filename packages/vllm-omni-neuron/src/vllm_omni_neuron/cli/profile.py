@@ -2,8 +2,8 @@
 """Where the time of a generation goes: medians over timed generations, as a table and as a JSON file.
 
 The pipeline measures its stages and, where `extra_args["profile"]` asks for it, every denoising step, with the device
-waited for; see `stage_durations` and the key `step_seconds` of its report. Everything else is wall clock around the
-request: `postprocess` is vLLM-Omni's own figure, `other` is what remains (checks, queues, transport between processes).
+waited for; see `stage_durations` and the key `step_seconds` of its report. `other` is what remains of the wall clock
+around the request: checks, queues, transport between processes, the form of the output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from .console import plain_table
 from .engine import GenerationResult, Run
-from .summary import generation_report
+from .summary import generation_report, stage_seconds
 
 # Of a run: what the settings were, for whoever reads the file alone.
 _SETTINGS = (
@@ -60,9 +60,7 @@ def profile_of(result: GenerationResult, summary: Mapping[str, Any]) -> dict[str
 
 
 def _run(run: Run) -> dict[str, Any]:
-    stages = {name: float(seconds) for name, seconds in run.output.stage_durations.items()}
-    metrics = run.output.metrics if isinstance(run.output.metrics, Mapping) else {}
-    stages["postprocess"] = metrics.get("postprocess_time_ms", 0.0) / 1000
+    stages = stage_seconds(run.output)
     stages["other"] = max(0.0, run.seconds - sum(stages.values()))
     steps = generation_report(run.output).get("step_seconds") or {}
     return {

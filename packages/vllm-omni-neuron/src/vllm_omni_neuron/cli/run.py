@@ -85,8 +85,6 @@ def _check(request: GenerationRequest, stage_config: Path | None, deploy_config:
                 raise typer.BadParameter(
                     "is only valid with --quantization fp8_row_mx", param_hint=f"--{name.replace('_', '-')}"
                 )
-    if request.last_image is not None and request.image is None:
-        raise typer.BadParameter("is only valid with --image, the first frame", param_hint="--last-image")
 
 
 def _require_active_plugin() -> None:

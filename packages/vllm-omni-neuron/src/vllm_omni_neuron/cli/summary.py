@@ -31,6 +31,9 @@ REPORTED = (
     "tp_sequence_parallel",
     "vae_patch",
     "vae_tiling",
+    "image",
+    "quantization",
+    "cache",
 )
 SECONDS = ("text", "denoise", "vae")
 MISSING = "–"
@@ -40,6 +43,7 @@ _SOURCES = {
     "engine": "engine",
     "checkpoint": "checkpoint",
     "default": "default",
+    "image": "the image",
 }
 
 
@@ -49,13 +53,18 @@ def generation_report(output: Any) -> Mapping[str, Any]:
     return _mapping(metadata.get("generation"))
 
 
+def stage_seconds(output: Any) -> dict[str, float]:
+    """Seconds of each stage that the pipeline reports, without what vLLM-Omni adds (`queue_wait_ms` and others)."""
+    durations = _mapping(output.stage_durations)
+    return {name: float(seconds) for name, seconds in durations.items() if not name.endswith("_ms")}
+
+
 def summary_from_output(output: Any) -> dict[str, Any]:
     """What `output` says of its generation, None for what it does not say."""
     generation = generation_report(output)
-    durations = _mapping(output.stage_durations)
     return {
         **{name: generation.get(name) for name in REPORTED},
-        "seconds": {**dict.fromkeys(SECONDS), **durations},
+        "seconds": {**dict.fromkeys(SECONDS), **stage_seconds(output)},
     }
 
 
@@ -94,6 +103,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         "seed" if len(outputs) == 1 else "seeds": ", ".join(str(seed) for seed in summary["seeds"]),
         "layout": _layout(summary),
         "dtype": summary["dtype"] or MISSING,
+        **_image(summary["image"]),
+        **_quantization(summary["quantization"]),
+        **_cache(summary["cache"]),
         **_sources(summary["sources"]),
         "seconds": _seconds(summary["seconds"]),
     }
@@ -119,6 +131,38 @@ def _sources(sources: Mapping[str, str] | None) -> dict[str, str]:
         if names:
             found[f"from {label}"] = ", ".join(names)
     return found
+
+
+def _image(report: Any) -> dict[str, str]:
+    """Of `{"size": [width, height], "policy", "aspect_error"}`."""
+    if not isinstance(report, Mapping):
+        return {}
+    width, height = report["size"]
+    done = "cut off" if report["policy"] == "crop" else "stretched"
+    change = f", {report['aspect_error']:.1%} {done}" if report["aspect_error"] else ""
+    return {"image": f"{width}×{height}, policy {report['policy']}{change}"}
+
+
+def _quantization(report: Any) -> dict[str, str]:
+    """Of `{"method", "computed_by", "experts": {name: {"linears", "row_mx_linears"}}}`."""
+    if not isinstance(report, Mapping):
+        return {}
+    experts = [
+        f"{name} {layers['row_mx_linears']} of {layers['linears']} linear layers"
+        for name, layers in report["experts"].items()
+    ]
+    return {"quantized": f"{report['method']}: {', '.join(experts)}; {report['computed_by']}"}
+
+
+def _cache(report: Any) -> dict[str, str]:
+    """Of `{"backend", "experts": {name: {branch: {"steps", "cached_steps"}}}}`: forwards that reused an earlier one."""
+    if not isinstance(report, Mapping):
+        return {}
+    experts = []
+    for name, branches in report["experts"].items():
+        reused = sum(len(branch["cached_steps"]) for branch in branches.values())
+        experts.append(f"{name} {reused} of {sum(branch['steps'] for branch in branches.values())} forwards reused")
+    return {"cache": f"{report['backend']}: {', '.join(experts) or MISSING}"}
 
 
 def _schedule(summary: Mapping[str, Any]) -> str:

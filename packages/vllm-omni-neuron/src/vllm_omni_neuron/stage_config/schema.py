@@ -142,6 +142,10 @@ class ModelSettings(Section):
     modules_to_not_convert: list[str] | None = Field(
         default=None, description="Modules left in `dtype` under quantization. Needs `quantization: fp8_row_mx`."
     )
+    image_policy: Literal["resize", "crop"] | None = Field(
+        default=None,
+        description="How images of requests that do not say so come to the video's size: stretched, or cut.",
+    )
     tensor_capture: TensorCapture | None = Field(default=None, description="Write intermediate tensors to files.")
     warmup_shapes: list[str] | None = Field(
         default=None,
