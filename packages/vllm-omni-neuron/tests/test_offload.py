@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from omni_neuron_parallel import tensor_digest
-from omni_neuron_wan22 import weights_on_host
+from vllm_omni_neuron.offload import weights_on_host
 
 
 class Model(nn.Module):

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from omni_neuron_wan22.checkpoint import WanCheckpoint, load_text_encoder, load_transformer, load_vae
     from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError
     from omni_neuron_wan22.mapping import text_encoder_mapping, transformer_mapping, vae_mapping
-    from omni_neuron_wan22.offload import weights_on_host
     from omni_neuron_wan22.pipeline import NeuronWanPipeline
     from omni_neuron_wan22.request import GenerationRequest, RequestError
     from omni_neuron_wan22.scheduler import FlowEulerScheduler, NeuronFlowUniPCMultistepScheduler, make_scheduler
@@ -32,7 +31,6 @@ _HOMES = {
     "omni_neuron_wan22.checkpoint": ["WanCheckpoint", "load_text_encoder", "load_transformer", "load_vae"],
     "omni_neuron_wan22.config": ["UMT5Config", "VaeConfig", "WanConfig", "WanConfigError"],
     "omni_neuron_wan22.mapping": ["text_encoder_mapping", "transformer_mapping", "vae_mapping"],
-    "omni_neuron_wan22.offload": ["weights_on_host"],
     "omni_neuron_wan22.pipeline": ["NeuronWanPipeline"],
     "omni_neuron_wan22.request": ["GenerationRequest", "RequestError"],
     "omni_neuron_wan22.scheduler": ["FlowEulerScheduler", "NeuronFlowUniPCMultistepScheduler", "make_scheduler"],
@@ -77,7 +75,6 @@ __all__ = [
     "text_encoder_mapping",
     "transformer_mapping",
     "vae_mapping",
-    "weights_on_host",
 ]
 
 

@@ -24,7 +24,6 @@ from omni_neuron_runtime import COUNTERS, Component, compile_options, component_
 from omni_neuron_wan22.checkpoint import WanCheckpoint, load_text_encoder, load_transformer, load_vae
 from omni_neuron_wan22.denoising import Trajectory, WanDenoising
 from omni_neuron_wan22.engine_config import engine_defaults
-from omni_neuron_wan22.offload import weights_on_host
 from omni_neuron_wan22.processing import get_neuron_wan22_post_process_func, get_neuron_wan22_pre_process_func
 from omni_neuron_wan22.prompt import tokenize_prompt
 from omni_neuron_wan22.request import DEFAULT_FLOW_SHIFT, GenerationRequest, resolve_request
@@ -33,7 +32,7 @@ from omni_neuron_wan22.stage_clock import StageClock
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import WanTransformer3DModel, fold_padding
 from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
-from vllm_omni_neuron import model_settings
+from vllm_omni_neuron import model_settings, weights_on_host
 
 # vLLM-Omni looks for the functions of `processing` in the module of the pipeline.
 __all__ = ["NeuronWanPipeline", "get_neuron_wan22_post_process_func", "get_neuron_wan22_pre_process_func"]

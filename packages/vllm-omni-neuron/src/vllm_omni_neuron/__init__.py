@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm_omni_neuron.capture import read_step_meta, read_step_tensors
     from vllm_omni_neuron.executor import NeuronMultiprocExecutor, WorkerDiedError, WorkerStartupError
     from vllm_omni_neuron.model_runner import NeuronDiffusionModelRunner
+    from vllm_omni_neuron.offload import weights_on_host
     from vllm_omni_neuron.platforms.omni_platform import NeuronOmniPlatform
     from vllm_omni_neuron.platforms.vllm_platform import NeuronPlatform
     from vllm_omni_neuron.registry import RegisteredModel, discover_models
@@ -46,6 +47,7 @@ __all__ = [
     "read_step_meta",
     "read_step_tensors",
     "register_neuron_pipelines",
+    "weights_on_host",
 ]
 
 P = ParamSpec("P")
@@ -71,6 +73,7 @@ _LAZY = {
     "model_settings": "settings",
     "read_step_meta": "capture",
     "read_step_tensors": "capture",
+    "weights_on_host": "offload",
 }
 
 
