@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from omni_neuron_parallel import DistributedRMSNorm
     from omni_neuron_wan22.checkpoint import WanCheckpoint, load_text_encoder, load_transformer, load_vae
     from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError
+    from omni_neuron_wan22.fp8_settings import Fp8Settings
     from omni_neuron_wan22.mapping import text_encoder_mapping, transformer_mapping, vae_mapping
     from omni_neuron_wan22.pipeline import NeuronWanPipeline
     from omni_neuron_wan22.request import GenerationRequest, RequestError
     from omni_neuron_wan22.scheduler import FlowEulerScheduler, NeuronFlowUniPCMultistepScheduler, make_scheduler
     from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
     from omni_neuron_wan22.tiny import TinyWan, make_tiny_checkpoint
+    from omni_neuron_wan22.tiny_fp8 import make_scaled_fp8_checkpoint
     from omni_neuron_wan22.transformer import (
         WanCrossAttention,
         WanFeedForward,
@@ -30,12 +32,14 @@ _HOMES = {
     "omni_neuron_parallel": ["DistributedRMSNorm"],
     "omni_neuron_wan22.checkpoint": ["WanCheckpoint", "load_text_encoder", "load_transformer", "load_vae"],
     "omni_neuron_wan22.config": ["UMT5Config", "VaeConfig", "WanConfig", "WanConfigError"],
+    "omni_neuron_wan22.fp8_settings": ["Fp8Settings"],
     "omni_neuron_wan22.mapping": ["text_encoder_mapping", "transformer_mapping", "vae_mapping"],
     "omni_neuron_wan22.pipeline": ["NeuronWanPipeline"],
     "omni_neuron_wan22.request": ["GenerationRequest", "RequestError"],
     "omni_neuron_wan22.scheduler": ["FlowEulerScheduler", "NeuronFlowUniPCMultistepScheduler", "make_scheduler"],
     "omni_neuron_wan22.text_encoder": ["NeuronTextEncoderWrapper"],
     "omni_neuron_wan22.tiny": ["TinyWan", "make_tiny_checkpoint"],
+    "omni_neuron_wan22.tiny_fp8": ["make_scaled_fp8_checkpoint"],
     "omni_neuron_wan22.transformer": [
         "WanCrossAttention",
         "WanFeedForward",
@@ -49,6 +53,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "DistributedRMSNorm",
     "FlowEulerScheduler",
+    "Fp8Settings",
     "GenerationRequest",
     "NeuronAutoencoderKLWan",
     "NeuronFlowUniPCMultistepScheduler",
@@ -70,6 +75,7 @@ __all__ = [
     "load_text_encoder",
     "load_transformer",
     "load_vae",
+    "make_scaled_fp8_checkpoint",
     "make_scheduler",
     "make_tiny_checkpoint",
     "text_encoder_mapping",

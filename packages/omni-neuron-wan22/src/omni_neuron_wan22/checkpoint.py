@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from omni_neuron_parallel import AxisGroup, ContextMethod, get_group
-from omni_neuron_runtime import CheckpointError, SafetensorsCheckpoint
+from omni_neuron_runtime import CheckpointError, SafetensorsCheckpoint, is_cpu_mode
+from omni_neuron_wan22.comfyui import Noise, ScaledFp8File, find_expert_file
 from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError, read_json
+from omni_neuron_wan22.fp8_loading import fp8_summary, prepare_loading
+from omni_neuron_wan22.fp8_settings import METHOD, Fp8Settings
 from omni_neuron_wan22.mapping import (
     UNUSED_TEXT_ENCODER_KEYS,
     UNUSED_VAE_PREFIXES,
@@ -22,9 +26,12 @@ from omni_neuron_wan22.mapping import (
     transformer_mapping,
     vae_mapping,
 )
+from omni_neuron_wan22.row_mx import use_row_mx
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import WanTransformer3DModel
 from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED_PIPELINES = ("WanPipeline",)
 Expert = Literal["transformer", "transformer_2"]
@@ -37,9 +44,11 @@ class WanCheckpoint:
 
     Attributes:
         path: the folder with model_index.json.
+        fp8: where the experts' weights come from instead, in FP8; their config.json files are still this folder's.
     """
 
     path: Path
+    fp8: Fp8Settings | None = None
 
     @cached_property
     def index(self) -> dict[str, object]:
@@ -87,7 +96,7 @@ class WanCheckpoint:
         return VaeConfig.from_file(self.path / "vae" / "config.json")
 
     def check(self, *, tensor_parallel_size: int = 1, boundary_ratio: float | None = None) -> None:
-        """Refuse what cannot run, from configuration files and safetensors headers alone; no tensor is read.
+        """Refuse what cannot run, from configuration files and safetensors headers; of FP8 files the scales, too.
 
         Raises:
             WanConfigError: another pipeline, a missing component, a TP size that does not divide the heads.
@@ -106,10 +115,25 @@ class WanCheckpoint:
                     f"{expert}: text_dim = {config.text_dim} but the text encoder has "
                     f"d_model = {self.text_encoder_config.d_model}"
                 )
-            self._check_weights(expert, _transformer(config), transformer_mapping(config))
+            if self.fp8 is None:
+                self._check_weights(expert, _transformer(config), transformer_mapping(config))
+            else:
+                self._check_fp8_file(expert, _transformer(config))
         text_config = self.text_encoder_config
         self._check_weights("text_encoder", _text_encoder(text_config), text_encoder_mapping(text_config))
         self._check_weights("vae", lambda group: NeuronAutoencoderKLWan(self.vae_config), vae_mapping(self.vae_config))
+
+    def fp8_file(self, expert: Expert) -> ScaledFp8File:
+        """Where an expert's FP8 weights are.
+
+        Raises:
+            CheckpointError: there is no such file, or more than one that it could be.
+        """
+        assert self.fp8 is not None
+        config = self.transformer_config(expert)
+        noise: Noise | None = None if len(self.experts) == 1 else "high" if expert == "transformer" else "low"
+        path = find_expert_file(self.fp8.path, noise, image_to_video=config.in_channels != config.out_channels)
+        return ScaledFp8File(path, config)
 
     def _listed(self, component: str) -> bool:
         entry = self.index.get(component)
@@ -139,26 +163,43 @@ class WanCheckpoint:
     def _check_weights(
         self, component: str, make: Callable[[AxisGroup], nn.Module], mapping: Mapping[str, str | list[str]]
     ) -> None:
-        # Unsharded, so that the shapes are the checkpoint's own; nothing is allocated on the meta device.
-        with torch.device("meta"):
-            module = make(AxisGroup("tp"))
-        checkpoint = SafetensorsCheckpoint(self.path / component)
-        checkpoint.validate()
-        keys = set(checkpoint.keys())
-        missing = [key for names in mapping.values() for key in _as_list(names) if key not in keys]
-        if missing:
-            raise CheckpointError(f"{self.path / component}: missing {len(missing)} tensor(s): {_listing(missing)}")
-        for name, parameter in module.named_parameters():
-            sources = _as_list(mapping[name])
-            elements = sum(torch.Size(checkpoint.shape(key)).numel() for key in sources)
-            expected = parameter.numel()
-            first = tuple(checkpoint.shape(sources[0]))
-            same_shape = len(sources) > 1 or parameter.dim() != len(first) or tuple(parameter.shape) == first
-            if elements != expected or not same_shape:
-                found = ", ".join(f"{key} {list(checkpoint.shape(key))}" for key in sources)
-                raise CheckpointError(
-                    f"{self.path / component}: {found} does not fit {name} {list(parameter.shape)} of the configuration"
-                )
+        _check_tensors(SafetensorsCheckpoint(self.path / component), make, mapping)
+
+    def _check_fp8_file(self, expert: Expert, make: Callable[[AxisGroup], nn.Module]) -> None:
+        assert self.fp8 is not None
+        file = self.fp8_file(expert)
+        file.check_row_mx(self.fp8.row_mx)
+        _check_tensors(file.tensors, make, file.mapping())
+        own = self.path / expert
+        other = self.path / ("transformer_2" if expert == "transformer" else "transformer")
+        if len(self.experts) == 2 and all(any(folder.glob("*.safetensors")) for folder in (own, other)):
+            file.check_expert(own, other)
+
+
+def _check_tensors(
+    checkpoint: SafetensorsCheckpoint,
+    make: Callable[[AxisGroup], nn.Module],
+    mapping: Mapping[str, str | list[str]],
+) -> None:
+    # Unsharded, so that the shapes are the checkpoint's own; nothing is allocated on the meta device.
+    with torch.device("meta"):
+        module = make(AxisGroup("tp"))
+    checkpoint.validate()
+    keys = set(checkpoint.keys())
+    missing = [key for names in mapping.values() for key in _as_list(names) if key not in keys]
+    if missing:
+        raise CheckpointError(f"{checkpoint.path}: missing {len(missing)} tensor(s): {_listing(missing)}")
+    for name, parameter in module.named_parameters():
+        sources = _as_list(mapping[name])
+        elements = sum(torch.Size(checkpoint.shape(key)).numel() for key in sources)
+        expected = parameter.numel()
+        first = tuple(checkpoint.shape(sources[0]))
+        same_shape = len(sources) > 1 or parameter.dim() != len(first) or tuple(parameter.shape) == first
+        if elements != expected or not same_shape:
+            found = ", ".join(f"{key} {list(checkpoint.shape(key))}" for key in sources)
+            raise CheckpointError(
+                f"{checkpoint.path}: {found} does not fit {name} {list(parameter.shape)} of the configuration"
+            )
 
 
 def load_transformer(
@@ -173,11 +214,41 @@ def load_transformer(
 ) -> WanTransformer3DModel:
     """One expert's DiT, this rank's shards only, in `dtype` (the modulation's parameters in float32).
 
-    The last two arguments are those of `WanTransformer3DModel`.
+    The last two arguments are those of `WanTransformer3DModel`. With `checkpoint.fp8` the weights come from there.
     """
     config = checkpoint.transformer_config(expert)
     make = _transformer(config, sequence_parallel, context_method)
-    return _load(make, transformer_mapping(config), checkpoint.path / expert, dtype, device, group)
+    if checkpoint.fp8 is None:
+        return _load(make, transformer_mapping(config), checkpoint.path / expert, dtype, device, group)
+    file, row_mx, group = checkpoint.fp8_file(expert), checkpoint.fp8.row_mx, group or get_group("tp")
+    file.check_row_mx(row_mx)
+
+    def make_fp8(group: AxisGroup) -> WanTransformer3DModel:
+        model = make(group)
+        use_row_mx(model, row_mx, native=not is_cpu_mode())
+        return model
+
+    model = _empty(make_fp8, dtype, group)
+    mapping = prepare_loading(model, file)
+    known = (*file.inventory.unused, *file.inventory.scales.values())
+    model = _fill(model, file.tensors, mapping, device, group, known)
+    logger.info("%s: %s; %s", expert, fp8_summary(model, file), checkpoint.fp8.computed_by())
+    return model
+
+
+def quantization_report(
+    checkpoint: WanCheckpoint, models: Mapping[Expert, WanTransformer3DModel]
+) -> dict[str, Any] | None:
+    """What became of the FP8 weights of the experts in `models`, for a generation's report; None without FP8."""
+    if checkpoint.fp8 is None:
+        return None
+    summaries = {expert: asdict(fp8_summary(model, checkpoint.fp8_file(expert))) for expert, model in models.items()}
+    return {
+        "method": METHOD,
+        "row_mx_modules": list(checkpoint.fp8.row_mx),
+        "computed_by": checkpoint.fp8.computed_by(),
+        "experts": summaries,
+    }
 
 
 def load_text_encoder(
@@ -230,23 +301,37 @@ def _load(
     unused: tuple[str, ...] = (),
 ) -> ModuleT:
     group = group or get_group("tp")
+    return _fill(_empty(make, dtype, group), SafetensorsCheckpoint(path), mapping, device, group, unused)
+
+
+def _empty(make: Callable[[AxisGroup], ModuleT], dtype: torch.dtype, group: AxisGroup) -> ModuleT:
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            module = make(group)
+            return make(group)
     finally:
         torch.set_default_dtype(default)
-    result = SafetensorsCheckpoint(path).load_sharded_pipelined(
-        group.rank, group.size, module, mapping, torch.device(device)
-    )
+
+
+def _fill(
+    module: ModuleT,
+    checkpoint: SafetensorsCheckpoint,
+    mapping: Mapping[str, str | list[str]],
+    device: torch.device | str,
+    group: AxisGroup,
+    unused: tuple[str, ...],
+) -> ModuleT:
+    result = checkpoint.load_sharded_pipelined(group.rank, group.size, module, mapping, torch.device(device))
     unexpected = (
         [key for key in result.unexpected_keys if not key.startswith(unused)]
         if unused
         else list(result.unexpected_keys)
     )
     if unexpected:
-        raise CheckpointError(f"{path}: {len(unexpected)} tensor(s) that nothing uses: {_listing(unexpected)}")
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(unexpected)} tensor(s) that nothing uses: {_listing(unexpected)}"
+        )
     module.load_state_dict(result.state_dict, strict=True, assign=True)
     return module.eval().requires_grad_(False).to(device)
 

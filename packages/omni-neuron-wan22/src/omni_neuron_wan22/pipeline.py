@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -21,9 +20,9 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from omni_neuron_parallel import collective_step, get_group, get_topology
 from omni_neuron_runtime import COUNTERS, Component, compile_options, component_compiler_args, is_cpu_mode
-from omni_neuron_wan22.checkpoint import WanCheckpoint, load_text_encoder, load_transformer, load_vae
+from omni_neuron_wan22.checkpoint import load_text_encoder, load_transformer, load_vae, quantization_report
 from omni_neuron_wan22.denoising import Trajectory, WanDenoising
-from omni_neuron_wan22.engine_config import engine_defaults
+from omni_neuron_wan22.engine_config import checkpoint_of, engine_defaults
 from omni_neuron_wan22.processing import get_neuron_wan22_post_process_func, get_neuron_wan22_pre_process_func
 from omni_neuron_wan22.prompt import tokenize_prompt
 from omni_neuron_wan22.request import DEFAULT_FLOW_SHIFT, GenerationRequest, resolve_request
@@ -71,7 +70,7 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
         super().__init__()
         self.od_config = od_config
-        self.checkpoint = WanCheckpoint(Path(str(od_config.model)))
+        self.checkpoint = checkpoint_of(od_config)
         self.defaults = engine_defaults(od_config, self.checkpoint)
         self.device = get_local_device()
         self.tokenizer = AutoTokenizer.from_pretrained(self.checkpoint.path / "tokenizer", local_files_only=True)
@@ -89,6 +88,7 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
                 context_method=model_settings(od_config).get("context_method", "auto"),
             )
             setattr(self, expert, model)
+        self.quantization = quantization_report(self.checkpoint, {expert: getattr(self, expert) for expert in experts})
         if self.decodes:
             self.vae = load_vae(self.checkpoint, dtype=dtype, device=self.device)
             if od_config.vae_use_tiling:
@@ -267,8 +267,10 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
     def _report(self, request: GenerationRequest, trajectory: Trajectory) -> dict[str, Any]:
         topology = get_topology()
         compilation = {"compilation": COUNTERS.as_dict()} if self.compiled else {}
+        quantization = {} if self.quantization is None else {"quantization": self.quantization}
         return {
             **compilation,
+            **quantization,
             "model": self.checkpoint.path.name,
             "height": request.height,
             "width": request.width,

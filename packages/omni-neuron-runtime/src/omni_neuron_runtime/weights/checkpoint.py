@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +107,15 @@ class SafetensorsCheckpoint:
     def dtype(self, key: str) -> torch.dtype:
         """The dtype of one tensor (CheckpointError where there is none of that name)."""
         return self._entry(key).torch_dtype
+
+    def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Whole tensors in the checkpoint's dtypes, in memory of their own: for a few small ones.
+
+        Raises:
+            CheckpointError: there is none of such a name.
+        """
+        reader = SliceReader()
+        return {key: reader.read(self._entry(key), ...).clone() for key in keys}
 
     def load_sharded(
         self,
