@@ -37,7 +37,7 @@ PACKAGES = (
     "omni-neuron-wan22",
 )
 # Optional parts that development installs too.
-DEV_EXTRAS = {"omni-neuron-runtime": "[stablehlo]"}
+DEV_EXTRAS = {"omni-neuron-runtime": "[stablehlo]", "omni-neuron-testkit": "[accuracy]"}
 DEV_ENVIRONMENT = ROOT / ".nox" / "dev"
 DEV_REQUIREMENTS = ROOT / "requirements-dev.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
