@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from .cache import cache
+from .compare import compare
 from .convert import convert_stage_config
 from .doctor import doctor
 from .generate import generate
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(judge)
+app.command()(compare)
 app.command()(doctor)
 app.command()(models)
 app.command()(plan)
