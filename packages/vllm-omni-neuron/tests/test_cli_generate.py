@@ -136,6 +136,9 @@ def run(arguments: list[str], code: int) -> tuple[str, str]:
         (["--modules-to-not-convert", "ffn"], "only valid with --quantization fp8_row_mx"),
         (["--cache-backend", "tea_cache"], "is not one of 'none', 'cache_dit'"),
         (["--cache-backend", "cache_dit", "--cache-config", "0.24"], "0.24 is not a JSON object"),
+        (["--lora", "nowhere"], "'nowhere' does not exist"),
+        (["--lora", __file__, "--lora-scale", "nan"], "'--lora-scale': nan is not a finite number"),
+        (["--lora-scale", "2"], "only valid with --lora"),
         (["--cache-config", "{}"], "only valid with --cache-backend cache_dit"),
         (["--ring-degree", "0"], "'--ring-degree': 0 is not 1 or more"),
         (["--profile", "--profile-runs", "0"], "'--profile-runs': 0 is not 1 or more"),
@@ -193,6 +196,7 @@ def test_every_option_reaches_the_engine(arguments: list[str], fake_engine: Engi
         "sample_solver": "euler",
         "image_policy": "crop",
         "num_outputs_per_prompt": 1,
+        "lora_scale": 0.5,
         "tensor_parallel_size": 2,
         "ring_degree": 2,
         "cfg_parallel_size": 2,
@@ -205,10 +209,11 @@ def test_every_option_reaches_the_engine(arguments: list[str], fake_engine: Engi
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     flags += ["--modules-to-not-convert", "attn1, ffn", "--vae-use-tiling", "--enable-cpu-offload"]
     flags += ["--cache-config", '{"max_warmup_steps": 2}', "--image", str(tmp_path / "image.png")]
+    flags += ["--lora", __file__]
     run([*arguments, *flags], code=0)
     request = dataclasses.asdict(fake_engine.request)
     options |= {"modules_to_not_convert": ("attn1", "ffn"), "vae_use_tiling": True, "enable_cpu_offload": True}
-    options["cache_config"] = {"max_warmup_steps": 2}
+    options |= {"cache_config": {"max_warmup_steps": 2}, "lora": Path(__file__)}
     assert {name: request[name] for name in options} == options
     assert not request["seed_is_random"]
 
@@ -488,7 +493,11 @@ def test_the_request_sets_fields_that_vllm_omni_has() -> None:
         guidance_scale=1.0, guidance_scale_2=1.0, fps=8.0, flow_shift=1.0, boundary_ratio=0.5, sample_solver="unipc",
         num_outputs_per_prompt=2, image_policy="crop",
     )  # fmt: skip
-    assert set(vars(engine.apply_request(OmniDiffusionSamplingParams(), request))) <= known
+    sampling = engine.apply_request(OmniDiffusionSamplingParams(), request)
+    engine.add_lora(sampling, Path("styles") / "fox.safetensors", 0.5)
+    assert set(vars(sampling)) <= known
+    assert (sampling.lora_request.lora_name, sampling.lora_scale) == ("fox", 0.5)
+    assert Path(sampling.lora_request.lora_path).is_absolute() and sampling.lora_request.lora_int_id > 0
 
 
 def test_help_and_version_import_neither_vllm_nor_torch() -> None:

@@ -40,6 +40,8 @@ class GenerationRequest:
     image: Path | None = None
     last_image: Path | None = None
     image_policy: str | None = None
+    lora: Path | None = None
+    lora_scale: float | None = None
     height: int | None = None
     width: int | None = None
     num_frames: int | None = None
@@ -116,6 +118,8 @@ def run_engine(
     try:
         defaults = omni.default_sampling_params_list[0]
         sampling = apply_request(defaults, request)
+        if request.lora is not None:
+            add_lora(sampling, request.lora, request.lora_scale)
         if profile_runs is not None:
             sampling.extra_args["profile"] = True
         prompt = engine_prompt(request)
@@ -227,6 +231,17 @@ def apply_request(defaults: Any, request: GenerationRequest) -> Any:
     if not request.seed_is_random or sampling.seed is None:
         sampling.seed = request.seed
     return sampling
+
+
+def add_lora(sampling: Any, path: Path, scale: float | None) -> None:
+    """Let sampling parameters name the adapter at `path`, as vLLM-Omni's online endpoint does."""
+    from vllm_omni.lora.request import LoRARequest
+    from vllm_omni.lora.utils import stable_lora_int_id
+
+    absolute = str(path.resolve())  # workers may have another current folder
+    sampling.lora_request = LoRARequest(path.stem, stable_lora_int_id(absolute), absolute)
+    if scale is not None:
+        sampling.lora_scale = scale
 
 
 def configured_settings(defaults: Any) -> frozenset[str]:

@@ -66,6 +66,7 @@ def _number(valid: str, test: Callable[[float], bool]) -> Callable[[float | None
 _COUNT = _number("1 or more", lambda value: value >= 1)
 _POSITIVE = _number("a number above 0", lambda value: 0 < value < math.inf)
 _GUIDANCE = _number("a number of 0 or more", lambda value: 0 <= value < math.inf)
+_FINITE = _number("a finite number", math.isfinite)
 _SHARE = _number("between 0 and 1", lambda value: 0 <= value <= 1)
 _SEED = _number(f"between 0 and {MAX_SEED}", lambda value: 0 <= value <= MAX_SEED)
 
@@ -187,6 +188,14 @@ NoCfg = Annotated[
 Seed = Annotated[
     int | None,
     typer.Option(callback=_SEED, rich_help_panel=_REQUEST, help="Seed of the noise. Default: chosen and reported."),
+]
+Lora = Annotated[
+    Path | None,
+    typer.Option(exists=True, rich_help_panel=_REQUEST, help="A LoRA adapter, a file or a folder, for this request."),
+]
+LoraScale = Annotated[
+    float | None,
+    typer.Option(callback=_FINITE, rich_help_panel=_REQUEST, help="Strength of the adapter. Default: 1."),
 ]
 NumOutputs = Annotated[
     int | None,
@@ -326,6 +335,17 @@ def images(first: Path | None, last: Path | None, policy: ImagePolicy | None) ->
             if value is not None:
                 raise typer.BadParameter("is only valid with --image, the first frame", param_hint=name)
     return {"image": first, "last_image": last, "image_policy": None if policy is None else policy.value}
+
+
+def adapter(lora: Path | None, scale: float | None) -> dict[str, Any]:
+    """The fields of a request that concern LoRA.
+
+    Raises:
+        typer.BadParameter: a strength without an adapter.
+    """
+    if lora is None and scale is not None:
+        raise typer.BadParameter("is only valid with --lora", param_hint="--lora-scale")
+    return {"lora": lora, "lora_scale": scale}
 
 
 def cached(backend: CacheBackend | None, config: str | None) -> dict[str, Any]:
