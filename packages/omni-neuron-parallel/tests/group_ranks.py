@@ -18,6 +18,7 @@ import torch.distributed as dist
 from omni_neuron_parallel import (
     CollectiveError,
     Topology,
+    broadcast_from_first,
     collective_step,
     context_attention,
     destroy_parallel,
@@ -182,3 +183,9 @@ def left_making_early(topology: Topology) -> bool:
         dist.new_subgroups_by_enumeration = make
         destroy_parallel()
     return any(early)
+
+
+def broadcast() -> torch.Tensor:
+    """What every rank has of a tensor of rank 0's."""
+    tensor = torch.arange(6, dtype=torch.bfloat16).view(2, 3).t() if dist.get_rank() == 0 else None
+    return broadcast_from_first(tensor)

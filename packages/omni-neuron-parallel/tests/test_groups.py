@@ -17,6 +17,7 @@ from omni_neuron_parallel import (
     AxisGroup,
     RankPool,
     Topology,
+    broadcast_from_first,
     destroy_parallel,
     get_group,
     get_topology,
@@ -175,6 +176,15 @@ def test_device_tensors_are_not_put_in_order() -> None:
     assert group._places(torch.empty(0, device="meta")) == [0, 1]
     with pytest.raises(ValueError, match="gather_to_first takes host tensors, not one on meta"):
         group.gather_to_first(torch.empty(0, device="meta"))
+
+
+def test_broadcast_of_what_only_rank_0_has(two_ranks: RankPool) -> None:
+    expected = torch.arange(6, dtype=torch.bfloat16).view(2, 3).t()
+    for received in two_ranks.run(parallel_ranks.with_topology, Topology(tp=2), group_ranks.broadcast):
+        assert torch.equal(received, expected)
+    assert torch.equal(broadcast_from_first(expected), expected)
+    with pytest.raises(ValueError, match="rank 0 broadcasts a host tensor, not meta"):
+        broadcast_from_first(torch.empty(0, device="meta"))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
