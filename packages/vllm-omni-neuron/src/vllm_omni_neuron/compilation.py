@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from PIL import Image
 from torch import nn
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
@@ -33,11 +34,13 @@ def shape_of(requests: Sequence[Any]) -> str:
     return "×".join(str(size) for size in sizes if size) if all(sizes[:2]) else ""
 
 
-def warmup_requests(shapes: Sequence[str]) -> Iterator[OmniDiffusionRequest]:
+def warmup_requests(shapes: Sequence[str], pipeline: Any = None) -> Iterator[OmniDiffusionRequest]:
     """A guided request of a few steps for each shape.
 
     Args:
         shapes: such as "480x832x81": height, width and frames.
+        pipeline: of one that declares image input (`support_image_input`, as for vLLM-Omni's own dummy run) the
+            requests bring a black image of the shape.
 
     Raises:
         ValueError: a shape that is not written so.
@@ -49,8 +52,12 @@ def warmup_requests(shapes: Sequence[str]) -> Iterator[OmniDiffusionRequest]:
                 f"warmup_shapes: {shape!r} is not valid; write height x width x frames, such as 480x832x81"
             )
         height, width, frames = map(int, match.groups())
+        prompt: Any = {"prompt": "warm-up", "negative_prompt": "warm-up"}
+        if getattr(pipeline, "support_image_input", False):
+            image = Image.new(getattr(pipeline, "color_format", "RGB"), (width, height))
+            prompt["multi_modal_data"] = {"image": image}
         yield OmniDiffusionRequest(
-            prompt={"prompt": "warm-up", "negative_prompt": "warm-up"},
+            prompt=prompt,
             sampling_params=OmniDiffusionSamplingParams(
                 height=height,
                 width=width,

@@ -115,7 +115,7 @@ class NeuronDiffusionModelRunner(DiffusionModelRunner):
     def _warm_up(self) -> None:
         """Compile for the shapes in the setting `warmup_shapes`, by generating a few steps of each."""
         shapes = model_settings(self.od_config).get("warmup_shapes") or []
-        for request in warmup_requests(shapes):
+        for request in warmup_requests(shapes, self.pipeline):
             logger.info("warming up %s", shape_of([request]))
             self._execute_request_list(
                 [request],
