@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss curves as SVG, without a plotting library."""
+"""Loss curves as SVG."""
 
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 
-WIDTH, HEIGHT, MARGIN = 720, 240, 48
+from omni_neuron_testkit import Panel, plot_lines
+
 SMOOTH = 0.97
+_LEAST = 1e-8  # a logarithmic axis has no zero
 
 
 def plot_losses(work: Path) -> None:
@@ -16,31 +17,15 @@ def plot_losses(work: Path) -> None:
     panels = []
     for log in sorted((work / "logs").glob("*.csv")):
         with log.open(newline="") as file:
-            losses = [float(row["loss"]) for row in csv.DictReader(file)]
-        panels.append(_panel(log.stem, losses, top=len(panels) * HEIGHT))
-    height = len(panels) * HEIGHT
-    drawing = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
-        f'font-size="12"><rect width="{WIDTH}" height="{height}" fill="white"/>{"".join(panels)}</svg>\n'
-    )
-    (work / "losses.svg").write_text(drawing)
+            smooth = _smoothed([float(row["loss"]) for row in csv.DictReader(file)])
+        title = f"{log.stem}: loss {smooth[-1]:.4f} after {len(smooth)} steps"
+        panels.append(Panel(title, {"": smooth}, x_label="step", y_label="loss", log=True))
+    (work / "losses.svg").write_text(plot_lines(panels))
 
 
-def _panel(title: str, losses: list[float], top: int) -> str:
+def _smoothed(losses: list[float]) -> list[float]:
     smooth, value = [], losses[0]
     for loss in losses:
         value = SMOOTH * value + (1 - SMOOTH) * loss
-        smooth.append(math.log10(max(value, 1e-8)))
-    low, high = min(smooth), max(max(smooth), min(smooth) + 1e-3)
-    points = " ".join(
-        f"{MARGIN + (WIDTH - 2 * MARGIN) * i / max(1, len(smooth) - 1):.1f},"
-        f"{top + MARGIN + (HEIGHT - 2 * MARGIN) * (high - y) / (high - low):.1f}"
-        for i, y in enumerate(smooth)
-    )
-    bottom = top + HEIGHT - MARGIN
-    return (
-        f'<text x="{MARGIN}" y="{top + 28}">{title}: loss {10 ** smooth[-1]:.4f} after {len(losses)} steps</text>'
-        f'<path d="M{MARGIN} {top + MARGIN} V{bottom} H{WIDTH - MARGIN}" fill="none" stroke="black"/>'
-        f'<text x="4" y="{top + MARGIN}">{10**high:.3g}</text><text x="4" y="{bottom}">{10**low:.3g}</text>'
-        f'<polyline points="{points}" fill="none" stroke="#1f77b4"/>'
-    )
+        smooth.append(max(value, _LEAST))
+    return smooth

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,15 @@ from omni_neuron_testkit import all_subjects
 from shapes_training import loop
 from shapes_training.assemble import write_checkpoint
 from shapes_training.budget import BOUNDARY_RATIO, FULL, MAX_TEXT_LENGTH, TOY
-from shapes_training.dit import compress_padding, make_expert, shares, shifted, widen_for_conditions
+from shapes_training.dit import (
+    TrainingSet,
+    compress_padding,
+    expert_step,
+    make_expert,
+    shares,
+    shifted,
+    widen_for_conditions,
+)
 from shapes_training.plots import plot_losses
 from shapes_training.stages import (
     IMAGE_TO_VIDEO,
@@ -132,6 +141,26 @@ def test_image_to_video_expert_starts_as_the_text_to_video_one():
     torch.testing.assert_close(narrow_out, wide_out)
 
 
+def test_guided_step_trains_both_branches_and_their_mix():
+    torch.manual_seed(9)
+    _, low = shares()
+    data = TrainingSet(
+        latents=torch.randn(3, TOY.z_dim, 2, 2, 2),
+        subjects=torch.arange(3),
+        captions=torch.randn(3, 1, 6, TOY.text_dim),
+        nothing=torch.randn(1, 6, TOY.text_dim),
+        conditions=None,
+    )
+    expert = make_expert(TOY)
+    losses = expert_step(expert, data, low, TOY, "x", guided=True)(0)
+    assert losses["conditional"] != losses["guided"]
+    # Where the caption says nothing, there is nothing for guidance to change.
+    same = dataclasses.replace(data, captions=data.nothing.expand(3, 1, -1, -1))
+    losses = expert_step(expert, same, low, TOY, "x", guided=True)(0)
+    torch.testing.assert_close(losses["conditional"], losses["guided"])
+    torch.testing.assert_close(losses["loss"], losses["guided"])
+
+
 def test_tokenizer_has_a_piece_for_every_word():
     tokenizer = make_tokenizer()
     for subject in all_subjects()[::7]:
@@ -244,4 +273,7 @@ def test_full_sizes_divide_over_ranks():
 def test_losses_are_plotted(trained):
     plot_losses(trained)
     drawing = (trained / "losses.svg").read_text()
-    assert "high: loss" in drawing and drawing.count("<polyline") == 7  # not every stage has a loss
+    titles = re.findall(r">([\w-]+): loss \d+\.\d+ after (\d+) steps<", drawing)
+    logs = {path.stem: len(path.read_text().splitlines()) - 1 for path in (trained / "logs").glob("*.csv")}
+    assert {stage: int(steps) for stage, steps in titles} == logs
+    assert {"vae", "high", "low"} <= logs.keys()  # not every stage has a loss
