@@ -11,7 +11,7 @@ import pytest
 
 from omni_neuron_parallel import RankPool
 
-# Spawned ranks inherit sys.path, so they too can import the functions in parallel_ranks.
+# Ranks inherit sys.path, so they too can import the functions in parallel_ranks.
 sys.path.insert(0, str(Path(__file__).parent))
 
 

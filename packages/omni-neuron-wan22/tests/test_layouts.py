@@ -62,8 +62,8 @@ def relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def eight_ranks() -> Iterator[RankPool]:
-    with RankPool(WORLD, timeout=300) as pool:
+def eight_ranks(preload: tuple[str, ...]) -> Iterator[RankPool]:
+    with RankPool(WORLD, timeout=300, preload=preload) as pool:
         yield pool
 
 

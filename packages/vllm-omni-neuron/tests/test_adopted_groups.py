@@ -14,7 +14,7 @@ from omni_neuron_parallel import RankPool
 
 
 def test_adopted_and_rebuilt() -> None:
-    with RankPool(2, timeout=300) as pool:
+    with RankPool(2, timeout=300, preload=("vllm_omni_neuron.worker",)) as pool:
         for axis in ("tp", "cp", "cfg"):
             for placement in (None, (1, 0)):
                 order = list(placement or (0, 1))

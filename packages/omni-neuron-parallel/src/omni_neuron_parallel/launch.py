@@ -11,9 +11,11 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from types import TracebackType
 from typing import Any
 
@@ -26,19 +28,22 @@ class RankError(RuntimeError):
 
 
 class RankPool:
-    """`world_size` spawned processes with an initialised gloo world, kept for several calls.
+    """`world_size` processes with an initialised gloo world, kept for several calls.
 
     Use as a context manager. After a failure the pool is closed: a rank that is stuck in a collective cannot be reused.
+    The processes are forked from multiprocessing's fork server, not from the caller.
 
     Args:
         world_size: number of processes.
         timeout: seconds that start-up and each call may take.
+        preload: modules that the fork server imports once, instead of every rank. Only the first user of the server in
+            a process decides; ranks import for themselves what it lacks.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 120.0):
+    def __init__(self, world_size: int, *, timeout: float = 120.0, preload: Sequence[str] = (__name__,)):
         self.world_size = world_size
         self.timeout = timeout
-        context = multiprocessing.get_context("spawn")
+        context = _fork_server(preload)
         self._directory = tempfile.TemporaryDirectory(prefix="omni-neuron-ranks-")
         rendezvous = f"file://{self._directory.name}/store"
         # Ranks share the machine's cores; more threads than cores slow each other down.
@@ -48,7 +53,9 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, world_size, rendezvous, threads, timeout), daemon=True
+                target=_serve,
+                args=(theirs, rank, world_size, rendezvous, threads, timeout, dict(os.environ)),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -119,7 +126,31 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *arguments: Any,
         return pool.run(function, *arguments)
 
 
-def _serve(connection: Connection, rank: int, world_size: int, rendezvous: str, threads: int, timeout: float) -> None:
+def _fork_server(preload: Sequence[str]) -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # no pool of threads in the server, which a fork would not carry over
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    return context
+
+
+def _serve(
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    threads: int,
+    timeout: float,
+    environment: dict[str, str],
+) -> None:
+    os.environ.clear()  # the server's environment is that of its start
+    os.environ.update(environment)
     torch.set_num_threads(threads)
     try:
         dist.init_process_group(

@@ -225,15 +225,6 @@ def _decoding(case: Case) -> Iterator[MemoryItem]:
         "decoding",
         f"{vae.peak_elements} elements × {positions} latent positions × {model.itemsize} B",
     )
-    if tiles is None:
-        # Tiles are kept on the host.
-        pixels = case.shape.height * case.shape.width * case.shape.frames * vae.out_channels
-        yield MemoryItem(
-            "video",
-            2 * pixels * model.itemsize,
-            "decoding",
-            f"2 (in chunks and joined) × {pixels} × {model.itemsize} B",
-        )
 
 
 def tile_plan(case: Case) -> TilePlan | None:

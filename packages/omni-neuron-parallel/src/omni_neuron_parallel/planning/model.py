@@ -111,14 +111,15 @@ class Weights:
 class VaeSizes:
     """The decoder of a VAE that decodes one latent frame at a time and remembers the last frames of each convolution.
 
+    The video waits on the host, so nothing here grows with its frames.
+
     Attributes:
         parameters: of the decoder.
         latent_channels: channels of a latent.
-        out_channels: channels of a video.
         spatial_stride: pixels a latent position, in height and in width.
         temporal_stride: video frames a latent frame, after the first.
         cached_elements: elements remembered between two latent frames, a latent position of one frame.
-        peak_elements: elements of the layer that needs most (its shortcut, its input with the frames remembered, its
+        peak_elements: elements of the layer that needs most (its shortcuts, its input with the frames remembered, its
             output), a latent position of one frame.
         tile_pixels: height and width of a tile.
         tile_stride: pixels from one tile's start to the next one's.
@@ -126,7 +127,6 @@ class VaeSizes:
 
     parameters: int
     latent_channels: int
-    out_channels: int
     spatial_stride: int
     temporal_stride: int
     cached_elements: int
