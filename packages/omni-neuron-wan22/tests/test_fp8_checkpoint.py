@@ -84,6 +84,8 @@ def test_every_key_is_read_once_by_the_ranks_together(a14b: Tensors, size: int, 
     with torch.device("meta"):
         model = WanTransformer3DModel(config, group=group_of(size))
         use_row_mx(model, row_mx, native=False)
+    summary = fp8_summary(model, file)
+    assert (summary.row_mx_linears, summary.fp8_linears) == (400 if row_mx else 0, 406)
     mapping, parameters = prepare_loading(model, file), dict(model.named_parameters())
     assert set(mapping) == set(parameters)
     used = Counter(key for keys in mapping.values() for key in ([keys] if isinstance(keys, str) else keys))

@@ -10,7 +10,13 @@ import pytest
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 
 from omni_neuron_runtime import CheckpointError
-from omni_neuron_wan22 import TinyWan, WanCheckpoint, WanConfigError, make_scaled_fp8_checkpoint, make_tiny_checkpoint
+from omni_neuron_wan22 import (
+    TinyWan,
+    WanCheckpoint,
+    WanConfigError,
+    make_scaled_fp8_checkpoint,
+    make_tiny_checkpoint,
+)
 from omni_neuron_wan22.engine_config import check_engine_config
 
 ALL = ["attn1", "attn2", "ffn"]
