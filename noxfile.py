@@ -2,22 +2,34 @@
 """Every task of this repository. `./dev <session>` runs one; `./dev help` lists them.
 
 `dev`, `demo`, `run`, `test`, `tests` and `typing` share one environment (.nox/dev) in which every package is installed
-editable, held to constraints.txt. `alone` and `wheels` make their own, from built wheels, the way users install.
+editable, held to constraints.txt. The others make their own, from built wheels, the way users install: `alone`,
+`lowest`, `released`, `third_party`, `wheels`; docs/releasing.md says what `release` and `api_diff` do.
 """
 
 from __future__ import annotations
 
-import email
+import datetime
 import os
 import shutil
 import sys
-import tarfile
 import tomllib
-import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import nox
+
+sys.path.insert(0, str(Path(__file__).parent / "tools" / "packaging"))
+
+from release_steps import (
+    ReleaseError,
+    breaks_rules,
+    dated_changelog,
+    git_tags,
+    last_release,
+    release_tag,
+    sdist_problems,
+    wheel_problems,
+)
 
 nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "uv"
@@ -135,7 +147,12 @@ def test(session: nox.Session) -> None:
 
 def _all_tests() -> list[str]:
     """pytest's arguments for everything: two files at a time where there are the cores, the longest ones first."""
-    paths = ["tests", *(f"packages/{package}/tests" for package in reversed(PACKAGES)), "tools/shapes/tests"]
+    paths = [
+        "tests",
+        *(f"packages/{package}/tests" for package in reversed(PACKAGES)),
+        "tools/shapes/tests",
+        "tools/packaging/tests",
+    ]
     # More at a time would not fit: several files start engines or pools of eight processes.
     side_by_side = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"] if (os.cpu_count() or 1) > 1 else []
     return ["--durations=25", *side_by_side, *paths]
@@ -155,6 +172,73 @@ def alone(session: nox.Session, package: str) -> None:
     _build_wheels(session)
     wheel = _wheel_of(package)
     session.install("--constraint", str(CONSTRAINTS), "--find-links", str(DIST), f"{package}[test] @ {wheel.as_uri()}")
+    _test_installed(session, package)
+
+
+@nox.session(default=False, reuse_venv=False)
+@nox.parametrize("package", PACKAGES)
+def lowest(session: nox.Session, package: str) -> None:
+    """As `alone`, with the lowest version of every dependency that the package itself declares."""
+    _build_wheels(session)
+    project = _manifest(package)["project"]
+    # Lowest are the requirements on the command line only, so the package's own are put there, one by one.
+    requirements = [*project["dependencies"], *project.get("optional-dependencies", {}).get("test", [])]
+    session.install("--resolution", "lowest-direct", "--find-links", str(DIST), *requirements)
+    session.install("--no-deps", str(_wheel_of(package)))
+    session.run("uv", "pip", "list", external=True)
+    _test_installed(session, package)
+
+
+@nox.session(default=False, reuse_venv=False)
+@nox.parametrize("package", PACKAGES)
+def released(session: nox.Session, package: str) -> None:
+    """One package from its source, its siblings from wheels of their last releases; run its own tests.
+
+    A sibling that has no release yet is built from the working tree, and that is said.
+    """
+    if DIST.exists():
+        shutil.rmtree(DIST)
+    for sibling in sorted(_declared_siblings(package)):
+        tag = last_release(sibling, git_tags(ROOT))
+        source = _package_dir(sibling)
+        if tag is None:
+            session.log(f"{sibling} has no release: its wheel is built from the working tree")
+        else:
+            session.log(f"{sibling}: {tag}")
+            folder = Path(session.create_tmp()) / tag
+            folder.mkdir(parents=True, exist_ok=True)
+            archive = folder / "source.tar"
+            session.run(
+                "git", "-C", str(ROOT), "archive", "-o", str(archive), tag, str(source.relative_to(ROOT)), external=True
+            )
+            shutil.unpack_archive(archive, folder)
+            source = folder / source.relative_to(ROOT)
+        session.run("uv", "build", "--quiet", "--wheel", "--out-dir", str(DIST), str(source), external=True)
+    DIST.mkdir(exist_ok=True)
+    session.install(
+        "--constraint", str(CONSTRAINTS), "--find-links", str(DIST), "--editable", f"{_package_dir(package)}[test]"
+    )
+    _test_installed(session, package)
+
+
+@nox.session(default=False, reuse_venv=False)
+def third_party(session: nox.Session) -> None:
+    """Install the plugin and a stranger's model from wheels, in a fresh environment; list it and generate with it."""
+    _build_wheels(session)
+    example = ROOT / "examples" / "third_party_model"
+    session.run("uv", "build", "--quiet", "--wheel", "--out-dir", str(DIST), str(example), external=True)
+    session.install("--constraint", str(CONSTRAINTS), "--find-links", str(DIST), "acme-toy-video")
+    session.chdir(session.create_tmp())
+    model = Path("toy")
+    model.mkdir(exist_ok=True)
+    (model / "model_index.json").write_text('{"_class_name": "ToyVideoPipeline"}')
+    (Path("generate.py")).write_text((example / "generate.py").read_text())
+    for command in (["vllm-omni-neuron", "doctor"], ["vllm-omni-neuron", "models"], ["python", "generate.py", "toy"]):
+        session.run(*command, env=_test_environment())
+
+
+def _test_installed(session: nox.Session, package: str) -> None:
+    """Import the installed package, see that no undeclared sibling came with it, and run its own tests."""
     undeclared = [other for other in PACKAGES if other not in {package, *_declared_siblings(package)}]
     names = [_import_name(other) for other in undeclared]
     probe = (
@@ -188,10 +272,10 @@ def _declared_siblings(package: str) -> set[str]:
     return found
 
 
-def _build_wheels(session: nox.Session) -> None:
+def _build_wheels(session: nox.Session, packages: Sequence[str] = PACKAGES) -> None:
     if DIST.exists():
         shutil.rmtree(DIST)
-    for package in PACKAGES:
+    for package in packages:
         session.run("uv", "build", "--quiet", "--out-dir", str(DIST), str(_package_dir(package)), external=True)
 
 
@@ -205,55 +289,79 @@ def wheels(session: nox.Session) -> None:
     """Build every wheel and source archive into dist/; check metadata and contents."""
     session.install("twine>=6")
     _build_wheels(session)
+    _check_built(session, PACKAGES)
+
+
+def _check_built(session: nox.Session, packages: Sequence[str]) -> None:
     archives = [*DIST.glob("*.whl"), *DIST.glob("*.tar.gz")]
     session.run("twine", "check", "--strict", *map(str, sorted(archives)))
-    for package in PACKAGES:
-        _check_wheel(session, package)
-        _check_sdist(session, package)
+    for package in packages:
+        [sdist] = DIST.glob(f"{package.replace('-', '_')}-*.tar.gz")
+        folder, wheel = _package_dir(package), _wheel_of(package)
+        problems = [*wheel_problems(wheel, folder, PACKAGES), *sdist_problems(sdist, folder)]
+        if problems:
+            session.error(f"{wheel.name}:\n  " + "\n  ".join(problems))
+        session.log(f"{wheel.name}: contents, metadata and entry points as declared")
 
 
-def _check_wheel(session: nox.Session, package: str) -> None:
-    wheel, import_name = _wheel_of(package), _import_name(package)
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        metadata_name = next(name for name in names if name.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(archive.read(metadata_name))
-        entry_points = next((archive.read(name).decode() for name in names if name.endswith("entry_points.txt")), "")
-    sources = {
-        str(path.relative_to(_package_dir(package) / "src"))
-        for path in (_package_dir(package) / "src" / import_name).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    problems = [f"missing from the wheel: {name}" for name in sorted(sources - set(names))]
-    problems += [f"not a source file: {name}" for name in names if ".dist-info/" not in name and name not in sources]
-    problems += [] if f"{import_name}/py.typed" in names else ["no py.typed"]
-    problems += [] if any(name.endswith(".dist-info/licenses/LICENSE") for name in names) else ["no licence text"]
-    problems += [] if metadata["License-Expression"] == "Apache-2.0" else ["no licence expression"]
-    for requirement in metadata.get_all("Requires-Dist") or []:
-        name = requirement.split(";")[0].split("<")[0].split(">")[0].strip()
-        if name in PACKAGES and ("<" not in requirement or ">=" not in requirement):
-            problems.append(f"sibling without bounds: {requirement}")
-    for group, entries in _manifest(package)["project"].get("entry-points", {}).items():
-        problems += [
-            f"entry point not in the wheel: {group}: {name}" for name in entries if f"{name} = " not in entry_points
-        ]
-    if problems:
-        session.error(f"{wheel.name}:\n  " + "\n  ".join(problems))
-    session.log(f"{wheel.name}: {len(sources)} files, metadata and entry points as declared")
+@nox.session(default=False)
+@nox.parametrize("package", PACKAGES)
+def api_diff(session: nox.Session, package: str) -> None:
+    """What changed in a package's public interface since its last release and would break its users."""
+    session.install("griffe>=2")
+    _api_diff(session, package)
 
 
-def _check_sdist(session: nox.Session, package: str) -> None:
-    [sdist] = DIST.glob(f"{package.replace('-', '_')}-*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {
-        str(path.relative_to(_package_dir(package)))
-        for folder in ("src", "tests")
-        for path in (_package_dir(package) / folder).rglob("*.py")
-    }
-    missing = sorted((wanted | {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"}) - names)
-    if missing:
-        session.error(f"{sdist.name} lacks {', '.join(missing)}")
+def _api_diff(session: nox.Session, package: str, new_version: str | None = None) -> None:
+    """Print the breaking changes; with `new_version`, fail where that version may not have any."""
+    tag = last_release(package, git_tags(ROOT))
+    if tag is None:
+        session.log(
+            f"{package} has no release (no tag {release_tag(package, '<version>')}): there is nothing to compare"
+        )
+        return
+    refusal = new_version and breaks_rules(tag.removeprefix(release_tag(package, "")), new_version)
+    session.run(
+        "griffe", "check", _import_name(package), "--search", f"packages/{package}/src", "--against", tag,
+        success_codes=[0] if refusal else [0, 1],
+    )  # fmt: skip
+
+
+@nox.session(default=False)
+@nox.parametrize("package", PACKAGES)
+def release(session: nox.Session, package: str) -> None:
+    """Make one package ready to publish: `./dev "release(package='omni-neuron-kernels')" minor`.
+
+    The argument is what `hatchling version` takes; without one the present version is released. See docs/releasing.md.
+    """
+    folder = _package_dir(package)
+    session.install("griffe>=2", "hatchling>=1.26", "twine>=6")
+    git = ["git", "-C", str(ROOT)]
+    if session.run(*git, "status", "--porcelain", "--", str(folder), external=True, silent=True):
+        session.error(f"packages/{package} has changes that are not committed")
+    _build_wheels(session, [package])
+    _check_built(session, [package])
+    session.chdir(folder)
+    if session.posargs:
+        session.run("hatchling", "version", *session.posargs)
+    version = str(session.run("hatchling", "version", silent=True)).strip()
+    session.chdir(ROOT)
+    changelog = folder / "CHANGELOG.md"
+    try:
+        if release_tag(package, version) in git_tags(ROOT):
+            raise ReleaseError(f"{package} {version} is released already; name patch, minor or major")
+        text = dated_changelog(changelog.read_text(), version, datetime.date.today())
+        _api_diff(session, package, version)
+    except (ReleaseError, nox.command.CommandFailed) as error:
+        session.run(*git, "checkout", "--quiet", "--", str(folder), external=True)  # the version, as it was
+        session.error(str(error) or f"the interface breaks, and {version} may not; name minor or major")
+    changelog.write_text(text)
+    _build_wheels(session, [package])
+    _check_built(session, [package])
+    tag = release_tag(package, version)
+    session.log(
+        f'ready. Then: git commit -m "{package}: {version}" -- packages/{package}; git tag {tag}; uv publish dist/*'
+    )
 
 
 @dev_session
