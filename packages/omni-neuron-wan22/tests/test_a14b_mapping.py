@@ -101,6 +101,31 @@ def test_both_experts(a14b_state: dict[str, torch.Tensor], size: int) -> None:
     assert model.blocks[0].ffn.up.weight.shape == (shard_size(13824, size), 5120)  # type: ignore[union-attr]
 
 
+# What transformer/config.json of the other checkpoints has unlike T2V-A14B's.
+OTHERS: dict[str, dict[str, Any]] = {
+    "Wan2.2-I2V-A14B": {"in_channels": 36},
+    "Wan2.1-I2V-14B": {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
+    "Wan2.1-FLF2V-14B": {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120, "pos_embed_seq_len": 514},
+    "Wan2.2-TI2V-5B": {
+        "in_channels": 48,
+        "out_channels": 48,
+        "num_attention_heads": 24,
+        "ffn_dim": 14336,
+        "num_layers": 30,
+    },
+}
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("name", OTHERS)
+def test_image_to_video_and_ti2v(name: str, size: int) -> None:
+    with torch.device("meta"):
+        reference = DiffusersTransformer(**OTHERS[name])
+        config = WanConfig.from_dict(dict(reference.config))
+        model = WanTransformer3DModel(config, group=group_of(size))
+    check_coverage(model, transformer_mapping(config), dict(reference.state_dict()), size)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 8])
 def test_text_encoder(size: int) -> None:
     config = ReferenceUMT5Config(
@@ -155,8 +180,9 @@ def test_tensor_parallel_sizes_that_do_not_divide_the_heads(size: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"in_channels": 36}, "image-to-video"),
-        ({"image_dim": 1280}, "image-to-video"),
+        ({"in_channels": 12}, "in_channels = 12, out_channels = 16"),
+        ({"image_dim": 1280}, "image_dim = 1280, added_kv_proj_dim = None"),
+        ({"image_dim": 1280, "added_kv_proj_dim": 1280}, "added_kv_proj_dim = 1280: .* 5120"),
         ({"qk_norm": None}, "rms_norm_across_heads"),
     ],
 )

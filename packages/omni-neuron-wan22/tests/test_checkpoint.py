@@ -25,7 +25,8 @@ from omni_neuron_wan22 import (
     load_transformer,
     make_tiny_checkpoint,
 )
-from omni_neuron_wan22.pipeline import check_engine_config, get_neuron_wan22_pre_process_func
+from omni_neuron_wan22.engine_config import check_engine_config
+from omni_neuron_wan22.pipeline import get_neuron_wan22_pre_process_func
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +101,13 @@ def test_missing_tensor(checkpoint: WanCheckpoint) -> None:
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        ("model_index.json", {"_class_name": "WanImageToVideoPipeline"}, "runs WanPipeline"),
-        ("model_index.json", {"expand_timesteps": True}, "TI2V-5B"),
-        ("transformer/config.json", {"in_channels": 36}, "image-to-video"),
+        ("model_index.json", {"_class_name": "WanVACEPipeline"}, "runs WanPipeline, WanImageToVideoPipeline"),
+        ("model_index.json", {"_class_name": "WanImageToVideoPipeline"}, "the in_channels .* are those of WanPipeline"),
+        ("model_index.json", {"expand_timesteps": True}, "transformer_2 is listed; TI2V-5B has one expert"),
+        ("transformer/config.json", {"in_channels": 36}, "are those of WanImageToVideoPipeline"),
+        ("transformer_2/config.json", {"in_channels": 36}, "in_channels = 36 but the VAE has z_dim = 16, .* 16"),
+        ("transformer_2/config.json", {"in_channels": 8, "out_channels": 8}, "out_channels = 8 but the VAE has z_dim"),
+        ("transformer/config.json", {"image_dim": 8}, "added_kv_proj_dim = None: .* has both"),
         ("transformer_2/config.json", {"text_dim": 65}, "text_dim = 65 but the text encoder has d_model = 64"),
         ("vae/config.json", {"patch_size": 2}, "scale_factor_spatial = 8: .* make it 16"),
         ("vae/config.json", {"latents_std": [1.0]}, "latents_std has 1 values, z_dim is 16"),
@@ -125,6 +130,18 @@ def test_one_expert(tmp_path: Path) -> None:
     checkpoint = WanCheckpoint(make_tiny_checkpoint(tmp_path, TinyWan(experts=1, num_layers=1)))
     checkpoint.check()
     assert checkpoint.experts_in_use(0.875) == ("transformer",)
+
+
+def test_image_models_are_what_they_should_be(tmp_path: Path) -> None:
+    i2v = WanCheckpoint(make_tiny_checkpoint(tmp_path / "i2v", TinyWan(task="i2v", num_layers=1, image_dim=8)))
+    i2v.check()
+    assert (i2v.task, i2v.encodes_images, i2v.boundary_ratio) == ("i2v", True, 0.9)
+    shutil.rmtree(i2v.path / "image_processor")
+    with pytest.raises(WanConfigError, match="no folder image_processor"):
+        i2v.check()
+    ti2v = WanCheckpoint(make_tiny_checkpoint(tmp_path / "ti2v", TinyWan(task="ti2v", num_layers=1)))
+    ti2v.check()
+    assert (ti2v.task, ti2v.experts, ti2v.boundary_ratio) == ("ti2v", ("transformer",), None)
 
 
 def test_boundary_decides_which_experts_are_needed(checkpoint: WanCheckpoint) -> None:
@@ -188,10 +205,11 @@ def test_a_video_with_fewer_tokens_than_context_parallel_ranks(plain: Path) -> N
 
 def test_pre_processing_writes_back_what_will_be_made(plain: Path) -> None:
     generator = torch.Generator()
-    params = pre_process(
-        plain, None, height=70, num_frames=6, output_type="LATENT", generator=[generator]
-    ).sampling_params
+    settings = {"height": 70, "num_frames": 6, "output_type": "LATENT", "extra_args": {"_sources": "a client's"}}
+    params = pre_process(plain, None, generator=[generator], **settings).sampling_params
     assert (params.height, params.width, params.num_frames, params.output_type) == (64, 832, 5, "latent")
-    assert params.generator is generator
+    assert (params.extra_args["_sources"]["height"], params.extra_args["_sources"]["width"]) == ("request", "default")
+    assert params.generator == [generator]
+    assert settings["extra_args"] == {"_sources": "a client's"}  # the caller's own objects stay as they are
     with pytest.raises(RequestError, match="2 generators"):
         pre_process(plain, None, generator=[generator, generator])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from omni_neuron_wan22.fp8_settings import Fp8Settings
     from omni_neuron_wan22.mapping import text_encoder_mapping, transformer_mapping, vae_mapping
     from omni_neuron_wan22.pipeline import NeuronWanPipeline
+    from omni_neuron_wan22.pipeline_i2v import NeuronWanI2VPipeline
     from omni_neuron_wan22.request import GenerationRequest, RequestError
     from omni_neuron_wan22.scheduler import FlowEulerScheduler, NeuronFlowUniPCMultistepScheduler, make_scheduler
     from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
@@ -35,6 +36,7 @@ _HOMES = {
     "omni_neuron_wan22.fp8_settings": ["Fp8Settings"],
     "omni_neuron_wan22.mapping": ["text_encoder_mapping", "transformer_mapping", "vae_mapping"],
     "omni_neuron_wan22.pipeline": ["NeuronWanPipeline"],
+    "omni_neuron_wan22.pipeline_i2v": ["NeuronWanI2VPipeline"],
     "omni_neuron_wan22.request": ["GenerationRequest", "RequestError"],
     "omni_neuron_wan22.scheduler": ["FlowEulerScheduler", "NeuronFlowUniPCMultistepScheduler", "make_scheduler"],
     "omni_neuron_wan22.text_encoder": ["NeuronTextEncoderWrapper"],
@@ -58,6 +60,7 @@ __all__ = [
     "NeuronAutoencoderKLWan",
     "NeuronFlowUniPCMultistepScheduler",
     "NeuronTextEncoderWrapper",
+    "NeuronWanI2VPipeline",
     "NeuronWanPipeline",
     "RequestError",
     "TinyWan",

@@ -24,6 +24,7 @@ from omni_neuron_wan22.mapping import (
     UNUSED_VAE_PREFIXES,
     text_encoder_mapping,
     transformer_mapping,
+    unused_transformer_keys,
     vae_mapping,
 )
 from omni_neuron_wan22.row_mx import use_row_mx
@@ -33,8 +34,13 @@ from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_PIPELINES = ("WanPipeline",)
 Expert = Literal["transformer", "transformer_2"]
+Task = Literal["t2v", "i2v", "ti2v"]
+# By the `_class_name` of model_index.json, which is vLLM-Omni's name of the architecture.
+SUPPORTED_PIPELINES: Mapping[str, tuple[Task, ...]] = {
+    "WanPipeline": ("t2v", "ti2v"),
+    "WanImageToVideoPipeline": ("i2v", "ti2v"),
+}
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -66,6 +72,24 @@ class WanCheckpoint:
         """The experts that the index lists: high noise first."""
         names: tuple[Expert, ...] = ("transformer", "transformer_2")
         return tuple(name for name in names if self._listed(name))
+
+    @property
+    def task(self) -> Task:
+        """Text to video, image to video, or (TI2V-5B, by the index's `expand_timesteps`) text with or without an image.
+
+        Raises:
+            WanConfigError: a file is missing, or the index lists no transformer.
+        """
+        if self.index.get("expand_timesteps"):
+            return "ti2v"
+        if not self.experts:
+            raise WanConfigError(f"{self.path / 'model_index.json'} lists no transformer")
+        return "i2v" if self.transformer_config(self.experts[0]).condition_channels else "t2v"
+
+    @property
+    def encodes_images(self) -> bool:
+        """Whether a request may bring an image, so that the VAE's encoder is needed."""
+        return self.task != "t2v"
 
     def experts_in_use(self, boundary_ratio: float | None) -> tuple[Expert, ...]:
         """The experts to load: boundary 1.0 needs only the low-noise one, 0.0 only the high-noise one."""
@@ -106,10 +130,7 @@ class WanCheckpoint:
         for expert in self.experts_in_use(boundary_ratio):
             config = self.transformer_config(expert)
             config.check_tensor_parallel(tensor_parallel_size)
-            if config.in_channels != self.vae_config.z_dim:
-                raise WanConfigError(
-                    f"{expert}: in_channels = {config.in_channels} but the VAE has z_dim = {self.vae_config.z_dim}"
-                )
+            self._check_channels(expert, config)
             if config.text_dim != self.text_encoder_config.d_model:
                 raise WanConfigError(
                     f"{expert}: text_dim = {config.text_dim} but the text encoder has "
@@ -121,7 +142,8 @@ class WanCheckpoint:
                 self._check_fp8_file(expert, _transformer(config))
         text_config = self.text_encoder_config
         self._check_weights("text_encoder", _text_encoder(text_config), text_encoder_mapping(text_config))
-        self._check_weights("vae", lambda group: NeuronAutoencoderKLWan(self.vae_config), vae_mapping(self.vae_config))
+        encoder = self.encodes_images
+        self._check_weights("vae", _vae(self.vae_config, encoder), vae_mapping(self.vae_config, encoder=encoder))
 
     def fp8_file(self, expert: Expert) -> ScaledFp8File:
         """Where an expert's FP8 weights are.
@@ -140,24 +162,45 @@ class WanCheckpoint:
         return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
 
     def _check_pipeline(self) -> None:
-        pipeline = self.index.get("_class_name")
+        pipeline = str(self.index.get("_class_name"))
         if pipeline not in SUPPORTED_PIPELINES:
             raise WanConfigError(
                 f"{self.path / 'model_index.json'}: _class_name = {pipeline!r}; "
-                f"this version of omni-neuron-wan22 runs {', '.join(SUPPORTED_PIPELINES)} (text-to-video, two experts)"
+                f"omni-neuron-wan22 runs {', '.join(SUPPORTED_PIPELINES)}"
             )
-        if self.index.get("expand_timesteps"):
+        if self.task not in SUPPORTED_PIPELINES[pipeline]:
+            right = next(name for name, tasks in SUPPORTED_PIPELINES.items() if self.task in tasks)
             raise WanConfigError(
-                f"{self.path / 'model_index.json'}: expand_timesteps is set, which makes this TI2V-5B; "
-                "this version of omni-neuron-wan22 runs the T2V-A14B layout only"
+                f"{self.path / 'model_index.json'}: _class_name = {pipeline!r}, but the in_channels of "
+                f"{self.experts[0]}/config.json are those of {right}"
             )
         if not self.experts:
             raise WanConfigError(f"{self.path / 'model_index.json'} lists no transformer")
+        if self.task == "ti2v" and len(self.experts) > 1:
+            raise WanConfigError(
+                f"{self.path / 'model_index.json'}: expand_timesteps is set, which makes this TI2V-5B, and "
+                "transformer_2 is listed; TI2V-5B has one expert"
+            )
         needed = [*self.experts, "text_encoder", "tokenizer", "vae"]
+        if any(self.transformer_config(expert).image_dim is not None for expert in self.experts):
+            needed += ["image_encoder", "image_processor"]
         missing = [component for component in needed if not (self.path / component).is_dir()]
         if missing:
             raise WanConfigError(
                 f"{self.path}: no folder {', '.join(missing)}; a Wan2.2 checkpoint has {', '.join(needed)}"
+            )
+
+    def _check_channels(self, expert: Expert, config: WanConfig) -> None:
+        """Refuse a DiT whose input is not made of what the VAE gives."""
+        vae = self.vae_config
+        if config.out_channels != vae.z_dim:
+            raise WanConfigError(f"{expert}: out_channels = {config.out_channels} but the VAE has z_dim = {vae.z_dim}")
+        condition = vae.scale_factor_temporal + vae.z_dim if self.task == "i2v" else 0
+        if config.condition_channels != condition:
+            parts = f" + {vae.scale_factor_temporal} of the mask + {vae.z_dim} of the condition" if condition else ""
+            raise WanConfigError(
+                f"{expert}: in_channels = {config.in_channels} but the VAE has z_dim = {vae.z_dim}, which makes "
+                f"{vae.z_dim + condition} ({vae.z_dim}{parts})"
             )
 
     def _check_weights(
@@ -219,7 +262,8 @@ def load_transformer(
     config = checkpoint.transformer_config(expert)
     make = _transformer(config, sequence_parallel, context_method)
     if checkpoint.fp8 is None:
-        return _load(make, transformer_mapping(config), checkpoint.path / expert, dtype, device, group)
+        unused = unused_transformer_keys(config)
+        return _load(make, transformer_mapping(config), checkpoint.path / expert, dtype, device, group, unused)
     file, row_mx, group = checkpoint.fp8_file(expert), checkpoint.fp8.row_mx, group or get_group("tp")
     file.check_row_mx(row_mx)
 
@@ -271,12 +315,8 @@ def load_vae(
 ) -> NeuronAutoencoderKLWan:
     """The VAE's decoder, whole, and its encoder where asked for; only the ranks that decode call this."""
     config = checkpoint.vae_config
-
-    def make(group: AxisGroup) -> NeuronAutoencoderKLWan:
-        return NeuronAutoencoderKLWan(config, encoder=encoder)
-
     mapping, unused = vae_mapping(config, encoder=encoder), () if encoder else UNUSED_VAE_PREFIXES
-    return _load(make, mapping, checkpoint.path / "vae", dtype, device, AxisGroup("tp"), unused)
+    return _load(_vae(config, encoder), mapping, checkpoint.path / "vae", dtype, device, AxisGroup("tp"), unused)
 
 
 def _transformer(
@@ -285,6 +325,10 @@ def _transformer(
     return lambda group: WanTransformer3DModel(
         config, group=group, sequence_parallel=sequence_parallel, context_method=context_method
     )
+
+
+def _vae(config: VaeConfig, encoder: bool) -> Callable[[AxisGroup], NeuronAutoencoderKLWan]:
+    return lambda group: NeuronAutoencoderKLWan(config, encoder=encoder)
 
 
 def _text_encoder(config: UMT5Config) -> Callable[[AxisGroup], NeuronTextEncoderWrapper]:

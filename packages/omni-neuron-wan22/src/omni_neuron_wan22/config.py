@@ -54,7 +54,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WanConfig(_Config):
-    """The DiT (`WanTransformer3DModel`); field names are diffusers', defaults those of T2V-A14B."""
+    """The DiT (`WanTransformer3DModel`); field names are diffusers', defaults those of T2V-A14B.
+
+    `in_channels` above `out_channels` make it image-to-video: a mask and the condition's latents stand in the rest.
+    `image_dim` is the width of the CLIP embedding that Wan2.1's image-to-video DiTs take besides, and
+    `pos_embed_seq_len` the rows of those of the first and the last frame, for which such a DiT was trained.
+    """
 
     patch_size: tuple[int, int, int] = (1, 2, 2)
     num_attention_heads: int = 40
@@ -78,16 +83,31 @@ class WanConfig(_Config):
             raise WanConfigError(f"qk_norm = {self.qk_norm!r}: Wan2.2 checkpoints have 'rms_norm_across_heads'")
         if self.attention_head_dim % 2:
             raise WanConfigError(f"attention_head_dim = {self.attention_head_dim}: rotary embedding needs an even one")
-        if self.image_dim is not None or self.added_kv_proj_dim is not None or self.in_channels != self.out_channels:
+        if (self.image_dim is None) != (self.added_kv_proj_dim is None):
             raise WanConfigError(
-                f"in_channels = {self.in_channels}, out_channels = {self.out_channels}, image_dim = {self.image_dim}: "
-                "this is an image-to-video DiT; this version of omni-neuron-wan22 runs text-to-video (T2V-A14B layout)"
+                f"image_dim = {self.image_dim}, added_kv_proj_dim = {self.added_kv_proj_dim}: a DiT that takes an "
+                "image embedding has both, any other neither"
+            )
+        if self.added_kv_proj_dim not in (None, self.hidden_size):
+            raise WanConfigError(
+                f"added_kv_proj_dim = {self.added_kv_proj_dim}: image embeddings are as wide as the token stream, "
+                f"{self.hidden_size}"
+            )
+        if self.in_channels < self.out_channels:
+            raise WanConfigError(
+                f"in_channels = {self.in_channels}, out_channels = {self.out_channels}: the input holds the latents "
+                "and their condition, so it has at least as many"
             )
 
     @property
     def hidden_size(self) -> int:
         """Width of the token stream: heads · head dim."""
         return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def condition_channels(self) -> int:
+        """Channels of the input that hold the condition; 0 unless it is image-to-video."""
+        return self.in_channels - self.out_channels
 
     @property
     def patch_volume(self) -> int:

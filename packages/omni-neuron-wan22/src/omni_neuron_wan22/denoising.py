@@ -22,7 +22,9 @@ from omni_neuron_parallel import (
     get_topology,
 )
 from omni_neuron_runtime import env
+from omni_neuron_wan22.cache import BlockCache, Branch
 from omni_neuron_wan22.checkpoint import Expert, WanCheckpoint
+from omni_neuron_wan22.conditioning import ImageCondition
 from omni_neuron_wan22.request import GenerationRequest
 from omni_neuron_wan22.scheduler import make_scheduler
 from omni_neuron_wan22.stage_clock import StageClock
@@ -38,12 +40,14 @@ class Trajectory:
         prompt_embeds: the encoded prompt `[1, L, text_dim]` and the bias that goes with it; see `fold_padding`.
         negative_prompt_embeds: the same of the negative prompt; None where no step uses guidance.
         cross_attention: keys and values in every block, by expert and by whether the text is the negative one.
+        condition: what the request's image became; None without one.
         steps: steps taken so far of the video that is made, by expert.
     """
 
     request: GenerationRequest
     prompt_embeds: tuple[torch.Tensor, torch.Tensor | None]
     negative_prompt_embeds: tuple[torch.Tensor, torch.Tensor | None] | None
+    condition: ImageCondition | None = None
     cross_attention: dict[tuple[Expert, bool], CrossAttentionKV] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=lambda: {"transformer": 0, "transformer_2": 0})
 
@@ -55,6 +59,7 @@ class WanDenoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, D
     checkpoint: WanCheckpoint
     device: torch.device
     clock = StageClock()  # a running request has its own
+    block_cache: BlockCache | None = None  # where the engine's cache_backend is cache_dit
     if TYPE_CHECKING:  # from vLLM-Omni's mixins, whose types mypy does not follow (see pyproject.toml)
         progress_bar: Callable[..., Any]
         record_denoise_step: Callable[..., None]
@@ -66,6 +71,8 @@ class WanDenoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, D
         self.scheduler = make_scheduler(request.sample_solver, request.flow_shift)
         self.scheduler.set_timesteps(request.num_inference_steps, device=self.device)
         trajectory.steps = dict.fromkeys(trajectory.steps, 0)
+        if self.block_cache is not None:
+            self.block_cache.begin(request.num_inference_steps)
         check_ranks = env.get("OMNI_NEURON_CHECK_RANK_AGREEMENT")
         if check_ranks:
             check_rank_agreement(latents, "initial noise")
@@ -82,11 +89,18 @@ class WanDenoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, D
                 if check_ranks:
                     check_rank_agreement(latents, f"latents after step {step + 1} of {len(timesteps)}")
                 progress.update()
-        return latents
+        if self.block_cache is not None:
+            self.block_cache.end()
+        return latents if trajectory.condition is None else trajectory.condition.finish(latents)
 
-    def predict_noise(self, current_model: nn.Module | None = None, **kwargs: Any) -> torch.Tensor:
+    def predict_noise(
+        self, current_model: nn.Module | None = None, branch: Branch = "positive", **kwargs: Any
+    ) -> torch.Tensor:
         """One forward of an expert; vLLM-Omni's guidance mixin calls it once a branch."""
         assert current_model is not None
+        if self.block_cache is not None:
+            assert isinstance(current_model, WanTransformer3DModel)
+            return self.block_cache.predict(current_model, branch, **kwargs)
         return current_model(**kwargs, return_dict=False)[0]
 
     def _expert(self, timestep: float, request: GenerationRequest) -> tuple[Expert, float]:
@@ -103,16 +117,19 @@ class WanDenoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, D
         guided = scale > 1.0
         # With CFG parallelism this rank computes one branch, and needs the text of that one only.
         branches, branch = get_topology().cfg, get_group("cfg").rank
-        shared = {
-            "current_model": getattr(self, expert),
-            "hidden_states": latents.to(self.od_config.dtype),
-            "timestep": timestep.expand(latents.shape[0]),
-        }
+        timestep = timestep.expand(latents.shape[0])
+        shared: dict[str, Any] = {"current_model": getattr(self, expert), "hidden_states": latents}
+        if trajectory.condition is not None:
+            shared |= trajectory.condition.inputs(latents, timestep)
+        shared |= {"hidden_states": shared["hidden_states"].to(self.od_config.dtype), "timestep": timestep}
 
         def inputs(negative: bool) -> dict[str, Any]:
             if guided and branches > 1 and branch != int(negative):
                 return shared
-            return shared | {"cross_attention_kv_cache": self._cross_attention(expert, negative, trajectory)}
+            return shared | {
+                "branch": "negative" if negative else "positive",
+                "cross_attention_kv_cache": self._cross_attention(expert, negative, trajectory),
+            }
 
         prediction = self.predict_noise_maybe_with_cfg(
             do_true_cfg=guided,
@@ -133,5 +150,7 @@ class WanDenoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, D
             model: WanTransformer3DModel = getattr(self, expert)
             embeds = trajectory.negative_prompt_embeds if negative else trajectory.prompt_embeds
             assert embeds is not None
-            trajectory.cross_attention[key] = model.project_cross_attention_kv(*embeds)
+            condition = trajectory.condition
+            image = [] if condition is None or condition.image_embeds is None else [condition.image_embeds]
+            trajectory.cross_attention[key] = model.project_cross_attention_kv(*embeds, *image)
         return trajectory.cross_attention[key]

@@ -8,14 +8,29 @@ from typing import Any, get_args
 
 import torch
 from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni.diffusion.lora.manager import LoRABackend
 from vllm_omni.errors import OmniClientError
 
 from omni_neuron_parallel import ContextMethod, Topology, check_cfg_parallel_size
-from omni_neuron_wan22.checkpoint import WanCheckpoint
+from omni_neuron_wan22.cache_settings import CACHE_BACKENDS, check_cache_config
+from omni_neuron_wan22.checkpoint import Task, WanCheckpoint
 from omni_neuron_wan22.config import WanConfigError
 from omni_neuron_wan22.fp8_settings import METHOD, Fp8Settings
-from omni_neuron_wan22.request import EngineDefaults, GenerationRequest, RequestError
+from omni_neuron_wan22.lora_adapter import LoraError, read_adapter
+from omni_neuron_wan22.request import (
+    I2V_DEFAULTS,
+    IMAGE_POLICIES,
+    TI2V_DEFAULTS,
+    EngineDefaults,
+    GenerationRequest,
+    ImageUse,
+    ModelDefaults,
+    RequestError,
+)
 from vllm_omni_neuron import model_settings
+
+IMAGE_TO_VIDEO = "WanImageToVideoPipeline"
+MODEL_DEFAULTS: dict[Task, ModelDefaults] = {"t2v": ModelDefaults(), "i2v": I2V_DEFAULTS, "ti2v": TI2V_DEFAULTS}
 
 
 class ClientRequestError(OmniClientError, RequestError):
@@ -25,13 +40,26 @@ class ClientRequestError(OmniClientError, RequestError):
 def engine_defaults(od_config: OmniDiffusionConfig, checkpoint: WanCheckpoint) -> EngineDefaults:
     """What the engine's configuration and the checkpoint say where a request does not."""
     vae = checkpoint.vae_config
-    patch = checkpoint.transformer_config(checkpoint.experts[0]).patch_size
+    transformer = checkpoint.transformer_config(checkpoint.experts[0])
+    architecture = od_config.model_class_name or checkpoint.index.get("_class_name")
+    images: dict[Task, ImageUse] = {
+        "t2v": "none",
+        "i2v": "required",
+        "ti2v": "required" if architecture == IMAGE_TO_VIDEO else "optional",
+    }
+    # CLIP's embedding of a last frame needs positions that tell it from the first one's.
+    with_embeds: ImageUse = "none" if transformer.pos_embed_seq_len is None else "required"
+    last_image: ImageUse = "none" if checkpoint.task != "i2v" else "optional"
     return EngineDefaults(
         boundary_ratio=od_config.boundary_ratio,
         flow_shift=od_config.flow_shift,
         checkpoint_boundary_ratio=checkpoint.boundary_ratio,
-        spatial_stride=vae.scale_factor_spatial * patch[1],
+        image_policy=model_settings(od_config).get("image_policy"),
+        model=MODEL_DEFAULTS[checkpoint.task],
+        spatial_stride=vae.scale_factor_spatial * transformer.patch_size[1],
         temporal_stride=vae.scale_factor_temporal,
+        images=images[checkpoint.task],
+        last_image=last_image if transformer.image_dim is None else with_embeds,
     )
 
 
@@ -48,6 +76,10 @@ def check_engine_config(od_config: OmniDiffusionConfig) -> WanCheckpoint:
         raise WanConfigError(
             f"context_method = {settings['context_method']!r}: valid values are {', '.join(get_args(ContextMethod))}"
         )
+    if settings.get("image_policy", IMAGE_POLICIES[0]) not in IMAGE_POLICIES:
+        raise WanConfigError(
+            f"image_policy = {settings['image_policy']!r}: valid values are {', '.join(IMAGE_POLICIES)}"
+        )
     if od_config.enable_layerwise_offload:
         raise WanConfigError(
             f"enable_layerwise_offload = {od_config.enable_layerwise_offload!r}: not in this version of "
@@ -61,17 +93,39 @@ def check_engine_config(od_config: OmniDiffusionConfig) -> WanCheckpoint:
     if od_config.dtype not in (torch.bfloat16, torch.float32):
         # UMT5's feed-forward overflows float16, and the video would be black.
         raise WanConfigError(f"dtype = {od_config.dtype}: valid values are bfloat16 and float32")
-    if od_config.cache_backend not in (None, "none"):
-        raise WanConfigError(
-            f"cache_backend = {od_config.cache_backend!r}: not in this version of omni-neuron-wan22; use none"
-        )
+    if od_config.cache_backend not in (None, *CACHE_BACKENDS):
+        raise WanConfigError(f"cache_backend = {od_config.cache_backend!r}: valid are {', '.join(CACHE_BACKENDS)}")
     checkpoint = checkpoint_of(od_config)
     if checkpoint.fp8 is not None:
         checkpoint.fp8.check_place(od_config.dtype)
     checkpoint.check(
         tensor_parallel_size=od_config.parallel_config.tensor_parallel_size, boundary_ratio=od_config.boundary_ratio
     )
+    if od_config.cache_backend == "cache_dit":
+        blocks = min(checkpoint.transformer_config(expert).num_layers for expert in checkpoint.experts)
+        check_cache_config(od_config.cache_config, blocks)
+    if od_config.lora_path:
+        _check_lora(od_config, checkpoint)
     return checkpoint
+
+
+def _check_lora(od_config: OmniDiffusionConfig, checkpoint: WanCheckpoint) -> None:
+    """Refuse adapters that the workers could not load at their start."""
+    if od_config.lora_backend != LoRABackend.PEFT:
+        raise WanConfigError(
+            f"lora_backend = {str(od_config.lora_backend)!r}: the valid one is {LoRABackend.PEFT.value!r}"
+        )
+    paths = [od_config.lora_path] if isinstance(od_config.lora_path, str) else od_config.lora_path
+    if len(paths) > od_config.max_cpu_loras:
+        raise WanConfigError(
+            f"lora_path names {len(paths)} adapters, and max_cpu_loras = {od_config.max_cpu_loras}; set it to "
+            f"{len(paths)} or more"
+        )
+    for path in paths:
+        try:
+            read_adapter(path, checkpoint)
+        except LoraError as error:
+            raise WanConfigError(f"lora_path: {error}") from error
 
 
 def checkpoint_of(od_config: OmniDiffusionConfig) -> WanCheckpoint:

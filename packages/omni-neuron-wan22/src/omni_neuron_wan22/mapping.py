@@ -38,6 +38,24 @@ _DIT_BLOCK: Mapping = {
     "scale_shift_table": "scale_shift_table",
 }
 _DIT_CROSS_NORM: Mapping = {"norm2.weight": "norm2.weight", "norm2.bias": "norm2.bias"}
+# Of a DiT that takes an image embedding.
+_DIT_IMAGE_ATTENTION: Mapping = {
+    "attn2.image_k.weight": "attn2.add_k_proj.weight",
+    "attn2.image_k.bias": "attn2.add_k_proj.bias",
+    "attn2.image_v.weight": "attn2.add_v_proj.weight",
+    "attn2.image_v.bias": "attn2.add_v_proj.bias",
+    "attn2.norm_image_k.weight": "attn2.norm_added_k.weight",
+}
+_IMAGE_EMBEDDER: Mapping = {
+    "norm1.weight": "norm1.weight",
+    "norm1.bias": "norm1.bias",
+    "linear_1.weight": "ff.net.0.proj.weight",
+    "linear_1.bias": "ff.net.0.proj.bias",
+    "linear_2.weight": "ff.net.2.weight",
+    "linear_2.bias": "ff.net.2.bias",
+    "norm2.weight": "norm2.weight",
+    "norm2.bias": "norm2.bias",
+}
 _DIT_SHARED = (
     "patch_embedding.weight",
     "patch_embedding.bias",
@@ -85,9 +103,19 @@ def transformer_mapping(config: WanConfig) -> Mapping:
     """Parameter of `WanTransformer3DModel` → key or keys in `transformer/` and `transformer_2/`."""
     mapping: Mapping = {name: name for name in _DIT_SHARED}
     block = _DIT_BLOCK | (_DIT_CROSS_NORM if config.cross_attn_norm else {})
+    if config.image_dim is not None:
+        block = block | _DIT_IMAGE_ATTENTION
+        embedder = _IMAGE_EMBEDDER | ({} if config.pos_embed_seq_len is None else {"pos_embed": "pos_embed"})
+        prefix = "condition_embedder.image_embedder."
+        mapping |= _prefixed(embedder, prefix, prefix)
     for index in range(config.num_layers):
         mapping |= _prefixed(block, f"blocks.{index}.", f"blocks.{index}.")
     return mapping
+
+
+def unused_transformer_keys(config: WanConfig) -> tuple[str, ...]:
+    """What some checkpoints hold and no computation reads: a norm of queries that attend to the image."""
+    return tuple(f"blocks.{index}.attn2.norm_added_q.weight" for index in range(config.num_layers))
 
 
 def text_encoder_mapping(config: UMT5Config) -> Mapping:
@@ -102,19 +130,22 @@ def text_encoder_mapping(config: UMT5Config) -> Mapping:
 
 
 def vae_mapping(config: VaeConfig, *, encoder: bool = False) -> Mapping:
-    """Parameter of `NeuronAutoencoderKLWan` → key in `vae/`; both halves keep diffusers' names.
+    """Parameter of `NeuronAutoencoderKLWan` → key in `vae/`.
+
+    Names are diffusers', except of the convolutions that it has between the halves, which are part of one here.
 
     Args:
         config: VAE 2.1 or 2.2.
         encoder: with the encoder's.
     """
-    names = ["post_quant_conv", *_vae_decoder_layers(config)]
-    names += ["quant_conv", *_vae_encoder_layers(config)] if encoder else []
-    parameters = []
-    for name in names:
-        norm = name.rpartition(".")[2].startswith("norm")
-        parameters += [f"{name}.gamma"] if norm else [f"{name}.weight", f"{name}.bias"]
-    return {name: name for name in parameters}
+    layers = {"decoder.post_quant_conv": "post_quant_conv"} | {name: name for name in _vae_decoder_layers(config)}
+    if encoder:
+        layers |= {"encoder.quant_conv": "quant_conv"} | {name: name for name in _vae_encoder_layers(config)}
+    mapping: Mapping = {}
+    for ours, theirs in layers.items():
+        norm = ours.rpartition(".")[2].startswith("norm")
+        mapping |= {f"{ours}.{kind}": f"{theirs}.{kind}" for kind in (("gamma",) if norm else ("weight", "bias"))}
+    return mapping
 
 
 def _vae_residuals(prefixes: list[str], in_channels: int, out_channels: int) -> list[str]:

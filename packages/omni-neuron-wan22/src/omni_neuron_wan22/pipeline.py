@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan2.2 text-to-video as vLLM-Omni runs it: text encoder, two experts in turn, VAE on the ranks that decode."""
+"""Wan2.2 as vLLM-Omni runs it: text and image encoded, one or two experts in turn, VAE on the ranks that decode."""
 
 from __future__ import annotations
 
@@ -18,14 +18,23 @@ from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from omni_neuron_parallel import collective_step, get_group, get_topology
-from omni_neuron_runtime import COUNTERS, Component, compile_options, component_compiler_args, is_cpu_mode
+from omni_neuron_parallel import check_rank_agreement, collective_step, get_group, get_topology
+from omni_neuron_runtime import COUNTERS, Component, compile_options, component_compiler_args, env, is_cpu_mode
 from omni_neuron_wan22.checkpoint import load_text_encoder, load_transformer, load_vae, quantization_report
+from omni_neuron_wan22.conditioning import ClipImageEncoder, ImageCondition, encode_images
 from omni_neuron_wan22.denoising import Trajectory, WanDenoising
 from omni_neuron_wan22.engine_config import checkpoint_of, engine_defaults
+from omni_neuron_wan22.image import fit_images, image_report, load_images
+from omni_neuron_wan22.lora import LoraManager
 from omni_neuron_wan22.processing import get_neuron_wan22_post_process_func, get_neuron_wan22_pre_process_func
 from omni_neuron_wan22.prompt import tokenize_prompt
-from omni_neuron_wan22.request import DEFAULT_FLOW_SHIFT, GenerationRequest, resolve_request
+from omni_neuron_wan22.request import (
+    DEFAULT_FLOW_SHIFT,
+    DEFAULT_NUM_INFERENCE_STEPS,
+    GenerationRequest,
+    media_of,
+    resolve_request,
+)
 from omni_neuron_wan22.scheduler import make_scheduler
 from omni_neuron_wan22.stage_clock import StageClock
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
@@ -40,10 +49,10 @@ logger = logging.getLogger(__name__)
 
 
 class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
-    """Wan2.2 text-to-video (architecture `WanPipeline`) over any mix of TP, SP, CP, CFG and VAE patch parallelism.
+    """Text-to-video and TI2V-5B (architecture `WanPipeline`) over any mix of TP, SP, CP, CFG and VAE patch parallelism.
 
     Every rank encodes the text and denoises. The VAE lives on the first `vae_patch` ranks; rank 0 has the video, and
-    vLLM-Omni takes its output.
+    vLLM-Omni takes its output. What images a request may bring depends on the checkpoint (`WanCheckpoint.task`).
 
     Args:
         od_config: vLLM-Omni's configuration of this stage.
@@ -59,6 +68,8 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
     _dit_modules: list[str]
     _encoder_modules: ClassVar[list[str]] = ["text_encoder"]
     _vae_modules: list[str]
+    # vLLM-Omni warns if it finds no number of steps to refresh a cache with; the cache here is told the request's.
+    default_num_inference_steps: ClassVar[int] = DEFAULT_NUM_INFERENCE_STEPS
     # What vLLM-Omni's loader would stream to every rank, whole; this pipeline reads its own shards.
     weights_sources: ClassVar[tuple[()]] = ()
     text_encoder: NeuronTextEncoderWrapper
@@ -90,10 +101,20 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
             setattr(self, expert, model)
         self.quantization = quantization_report(self.checkpoint, {expert: getattr(self, expert) for expert in experts})
         if self.decodes:
-            self.vae = load_vae(self.checkpoint, dtype=dtype, device=self.device)
+            self.vae = load_vae(
+                self.checkpoint, dtype=dtype, device=self.device, encoder=self.checkpoint.encodes_images
+            )
             if od_config.vae_use_tiling:
                 self.vae.enable_tiling()
+        self.takes_image_embeds = self.checkpoint.transformer_config(experts[0]).image_dim is not None
+        needs_clip = self.takes_image_embeds and self.is_output_rank
+        self.clip = ClipImageEncoder(self.checkpoint.path) if needs_clip else None
         self._dit_modules = list(experts)
+        if od_config.cache_backend == "cache_dit":
+            # Here, because the library is slow to import.
+            from omni_neuron_wan22.cache_rule import register_cache_dit
+
+            register_cache_dit(type(self).__name__)
         self._vae_modules = ["vae"] if self.decodes else []
 
     @property
@@ -133,6 +154,10 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
 
         with self.clock("text"):
             trajectory = self.encode(request)
+        prompt = fit_images(load_images(batch.requests[0].prompt), request)
+        if media_of(prompt):
+            with self.clock("image"), collective_step("encoding the image"):
+                trajectory.condition = self.encode_images(prompt, request)
         videos = []
         for number in range(request.num_outputs_per_prompt):
             noise = self.prepare_latents(request, sampling_params.generator, sampling_params.latents, number)
@@ -144,7 +169,7 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
         return DiffusionOutput(
             output={
                 "payload": {"video": torch.cat(videos)},
-                "metadata": {"video": {"fps": request.fps}, "generation": self._report(request, trajectory)},
+                "metadata": {"video": {"fps": request.fps}, "generation": self._report(request, trajectory, prompt)},
             },
             stage_durations=self.clock.seconds,
         )
@@ -181,8 +206,17 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
             expert.project_cross_attention_kv = torch.compile(  # type: ignore[method-assign]
                 expert.project_cross_attention_kv, **settings(f"{name}.project_cross_attention_kv", "transformer")
             )
+        if self.block_cache is not None:
+            self.block_cache.compile(settings)
         if self.decodes:
             self.vae.decoder.compile(**settings("vae", "vae"))
+            if self.vae.has_encoder:
+                self.vae.encoder.compile(**settings("vae_encoder", "vae"))
+
+    def make_lora_manager(self) -> LoraManager:
+        """What loads LoRA adapters and merges them into the experts; the worker asks for it."""
+        experts = {name: getattr(self, name) for name in self.checkpoint.experts if name in self._dit_modules}
+        return LoraManager(experts, self.checkpoint, self.od_config.max_cpu_loras)
 
     def resolve(self, prompt: Any, sampling_params: OmniDiffusionSamplingParams) -> GenerationRequest:
         """The request as this engine and checkpoint will serve it; see `resolve_request`."""
@@ -206,6 +240,28 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
         if is_cpu_mode() and not self.compiled:
             return fold_padding(output.last_hidden_state, int(attention_mask.sum()))
         return output.last_hidden_state, None
+
+    def encode_images(self, prompt: Any, request: GenerationRequest) -> ImageCondition:
+        """What the request's images are to the DiT, the same on every rank. Collective over the world.
+
+        Args:
+            prompt: with images as `fit_images` leaves them.
+            request: what `resolve` made of it.
+        """
+        with self._vae_alone("encoding"):
+            condition = encode_images(
+                media_of(prompt),
+                request.num_frames,
+                temporal_stride=self.defaults.temporal_stride,
+                is_first_frame=self.checkpoint.task == "ti2v",
+                vae=self.vae if self.decodes else None,
+                image_encoder=self.clip,
+                takes_embeds=self.takes_image_embeds,
+                device=self.device,
+            )
+        if env.get("OMNI_NEURON_CHECK_RANK_AGREEMENT"):
+            check_rank_agreement(condition.latents, "image condition")
+        return condition
 
     def prepare_latents(
         self,
@@ -250,7 +306,7 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
         return noise.to(self.device)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor | None:
-        """Latents `[1, C, T, h, w]` float32 to frames `[1, 3, 4 T − 3, 8 h, 8 w]` within ±1.
+        """Latents `[1, C, T, h, w]` float32 to frames `[1, 3, 4 T − 3, 8 h, 8 w]` (VAE 2.2: 16 h, 16 w) within ±1.
 
         On the ranks that decode only, each some of the tiles where they are several. With `enable_cpu_offload` the
         experts' weights leave the device meanwhile.
@@ -258,18 +314,29 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
         Returns:
             The frames on the output rank, None elsewhere.
         """
-        experts = [getattr(self, name) for name in self._dit_modules] if self.od_config.enable_cpu_offload else []
-        with _waiting_ranks_cores(), weights_on_host(experts) as moved:
-            if moved:
-                logger.info("%.1f MiB of DiT weights are off the device during decoding", moved / 2**20)
+        with self._vae_alone("decoding"):
             return self.vae.decode(self.vae.denormalize(latents), group=get_group("vae_patch"))
 
-    def _report(self, request: GenerationRequest, trajectory: Trajectory) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _vae_alone(self, doing: str) -> Iterator[None]:
+        """The VAE has the cores of waiting ranks, and with `enable_cpu_offload` the memory of the experts, too."""
+        offload = self.od_config.enable_cpu_offload and self.decodes
+        experts = [getattr(self, name) for name in self._dit_modules] if offload else []
+        with _waiting_ranks_cores(), weights_on_host(experts) as moved:
+            if moved:
+                logger.info("%.1f MiB of DiT weights are off the device during %s", moved / 2**20, doing)
+            yield
+
+    def _report(self, request: GenerationRequest, trajectory: Trajectory, prompt: Any) -> dict[str, Any]:
         topology = get_topology()
         compilation = {"compilation": COUNTERS.as_dict()} if self.compiled else {}
         quantization = {} if self.quantization is None else {"quantization": self.quantization}
+        cache = {} if self.block_cache is None else {"cache": self.block_cache.report()}
+        image = image_report(prompt)
         return {
             **compilation,
+            **({} if image is None else {"image": image}),
+            **cache,
             **quantization,
             "model": self.checkpoint.path.name,
             "height": request.height,

@@ -18,6 +18,8 @@ from omni_neuron_wan22.engine_config import (
     engine_defaults,
     topology_of,
 )
+from omni_neuron_wan22.image import fit_images, load_images
+from omni_neuron_wan22.lora_adapter import LoraError, read_adapter
 from omni_neuron_wan22.request import SOURCES, RequestError, resolve_request
 
 
@@ -34,23 +36,24 @@ def get_neuron_wan22_pre_process_func(
             return request
         # A copy: what is filled in must not stay in an object that the caller uses for the next request.
         params = request.sampling_params = copy.copy(request.sampling_params)
+        params.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != SOURCES}
         try:
+            request.prompt = load_images(request.prompt)
             resolved = resolve_request(request.prompt, params, defaults)
             check_experts(resolved, checkpoint, od_config.boundary_ratio)
             check_sequence(resolved, checkpoint, topology)
             generators, videos = params.generator, resolved.num_outputs_per_prompt
             if isinstance(generators, list) and len(generators) != videos:
                 raise RequestError(f"{len(generators)} generators are given; {videos} video(s) need as many, or one")
-        except RequestError as error:
+            if params.lora_request is not None:
+                read_adapter(params.lora_request.lora_path, checkpoint)
+        except (RequestError, LoraError) as error:
             raise ClientRequestError(str(error)) from error
+        request.prompt = fit_images(request.prompt, resolved)
         # The rounded sizes, so that what vLLM-Omni reports is what is made, and no second warning in the workers.
         params.height, params.width, params.num_frames = resolved.height, resolved.width, resolved.num_frames
         params.output_type = resolved.output_type
-        params.extra_args = {
-            **(params.extra_args or {}),
-            "num_frames": resolved.num_frames,
-            SOURCES: dict(resolved.sources),
-        }
+        params.extra_args |= {"num_frames": resolved.num_frames, SOURCES: dict(resolved.sources)}
         if params.generator is not None or params.latents is not None:
             params.seed = None  # the noise does not come from it
         return request

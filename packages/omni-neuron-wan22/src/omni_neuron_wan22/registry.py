@@ -12,6 +12,13 @@ PIPELINE_REGISTRY = [
         "pre_process_func_name": "get_neuron_wan22_pre_process_func",
         "post_process_func_name": "get_neuron_wan22_post_process_func",
     },
+    {
+        "model_arch": "WanImageToVideoPipeline",
+        "module_name": "omni_neuron_wan22.pipeline_i2v",
+        "class_name": "NeuronWanI2VPipeline",
+        "pre_process_func_name": "get_neuron_wan22_pre_process_func",
+        "post_process_func_name": "get_neuron_wan22_post_process_func",
+    },
 ]
 
 # For `vllm-omni-neuron plan`: functions that return a `ModelSizes`, without arguments by a model's name, and with a

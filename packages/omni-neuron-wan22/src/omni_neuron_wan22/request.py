@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from omni_neuron_wan22.scheduler import SAMPLE_SOLVERS
 
@@ -27,13 +27,33 @@ DEFAULT_BOUNDARY_RATIO = 0.875
 DEFAULT_FPS = 16
 DEFAULT_MAX_SEQUENCE_LENGTH = 512
 OUTPUT_TYPES = ("np", "pt", "pil", "latent")
+IMAGE_POLICIES = ("resize", "crop")
 MAX_SEED = 2**63 - 1
+ImageUse = Literal["none", "optional", "required"]
 # Where the sources stand in `extra_args` of a request that was resolved before; see `resolve_request`.
 SOURCES = "_sources"
 
 
 class RequestError(ValueError):
     """A request that cannot be served; the message names the setting, its value and what would be valid."""
+
+
+@dataclass(frozen=True)
+class ModelDefaults:
+    """What a request of this model gets where nothing else says; the values here are T2V-A14B's."""
+
+    height: int = DEFAULT_HEIGHT
+    width: int = DEFAULT_WIDTH
+    num_frames: int = DEFAULT_NUM_FRAMES
+    num_inference_steps: int = DEFAULT_NUM_INFERENCE_STEPS
+    guidance_scale: float = DEFAULT_GUIDANCE_SCALE
+    boundary_ratio: float = DEFAULT_BOUNDARY_RATIO
+    fps: int = DEFAULT_FPS
+
+
+I2V_DEFAULTS = ModelDefaults(guidance_scale=5.0, boundary_ratio=0.9)
+# One expert, which takes every step: the boundary is 0.
+TI2V_DEFAULTS = ModelDefaults(704, 1280, 121, num_inference_steps=50, guidance_scale=5.0, boundary_ratio=0.0, fps=24)
 
 
 @dataclass(frozen=True)
@@ -56,8 +76,9 @@ class GenerationRequest:
         fps: frames a second of the container; does not change what is generated.
         max_sequence_length: text tokens.
         output_type: one of `OUTPUT_TYPES`.
+        image_policy: how an image comes to the video's size, one of `IMAGE_POLICIES`.
         sources: where each setting was found: "request", "engine", "checkpoint" or "default"; "guidance_scale" where
-            `guidance_scale_2` follows it.
+            `guidance_scale_2` follows it, "image" where a size follows the image's.
     """
 
     prompt: str
@@ -76,6 +97,7 @@ class GenerationRequest:
     max_sequence_length: int
     output_type: str
     num_outputs_per_prompt: int = 1
+    image_policy: str = IMAGE_POLICIES[0]
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -96,39 +118,50 @@ class EngineDefaults:
     Attributes:
         boundary_ratio, flow_shift: the engine's.
         checkpoint_boundary_ratio: of the checkpoint's index.
+        image_policy: the engine's.
+        model: what is left to the model.
         spatial_stride: pixels that height and width must be multiples of.
         temporal_stride: video frames per latent frame.
+        images, last_image: which images a request brings.
     """
 
     boundary_ratio: float | None = None
     flow_shift: float | None = None
     checkpoint_boundary_ratio: float | None = None
+    image_policy: str | None = None
+    model: ModelDefaults = ModelDefaults()
     spatial_stride: int = 16
     temporal_stride: int = 4
+    images: ImageUse = "none"
+    last_image: ImageUse = "none"
 
 
 def resolve_request(prompt: Any, sampling_params: Any, defaults: EngineDefaults) -> GenerationRequest:
     """Check a request and fill its gaps.
 
     Args:
-        prompt: a string, or a mapping with `prompt` and optionally `negative_prompt`.
+        prompt: a string, or a mapping with `prompt` and optionally `negative_prompt` and `multi_modal_data`, whose
+            `image` and `last_image` are PIL images (see `load_images`).
         sampling_params: vLLM-Omni's `OmniDiffusionSamplingParams`. A request that was resolved before and filled with
             the result carries the sources of then in `extra_args[SOURCES]`.
         defaults: engine and checkpoint.
 
     Raises:
-        RequestError: an empty prompt, a size or count below 1, an unknown solver or output type, an image.
+        RequestError: an empty prompt, a size or count below 1, an unknown solver or output type, an image that the
+            model does not take or none where it needs one.
     """
     text, negative = _prompts(prompt)
+    media = _media(prompt, defaults)
+    model = defaults.model
     extra = getattr(sampling_params, "extra_args", None) or {}
     found = _Lookup()
     # "Not given" is 1 in vLLM-Omni's parameters, the right count for an image; a video has Wan's 81.
     frames = sampling_params.num_frames
     frames = extra.get("num_frames") if frames in (None, 1) else frames
-    frames = found("num_frames", frames, default=DEFAULT_NUM_FRAMES)
+    frames = found("num_frames", frames, default=model.num_frames)
 
     scale = _scale("guidance_scale", sampling_params.guidance_scale, sampling_params.guidance_scale_provided)
-    scale = found("guidance_scale", scale, default=DEFAULT_GUIDANCE_SCALE)
+    scale = found("guidance_scale", scale, default=model.guidance_scale)
     scale_2 = _scale("guidance_scale_2", sampling_params.guidance_scale_2, sampling_params.guidance_scale_2_provided)
     scale_2 = found("guidance_scale_2", scale_2, guidance_scale=scale)
     boundary = found(
@@ -136,23 +169,27 @@ def resolve_request(prompt: Any, sampling_params: Any, defaults: EngineDefaults)
         sampling_params.boundary_ratio,
         engine=defaults.boundary_ratio,
         checkpoint=defaults.checkpoint_boundary_ratio,
-        default=DEFAULT_BOUNDARY_RATIO,
+        default=model.boundary_ratio,
     )
     shift = found("flow_shift", extra.get("flow_shift"), engine=defaults.flow_shift, default=DEFAULT_FLOW_SHIFT)
-    steps = found("num_inference_steps", sampling_params.num_inference_steps, default=DEFAULT_NUM_INFERENCE_STEPS)
+    steps = found("num_inference_steps", sampling_params.num_inference_steps, default=model.num_inference_steps)
     outputs = sampling_params.num_outputs_per_prompt
     outputs = found("num_outputs_per_prompt", None if outputs == 1 else outputs, default=1)
     length = found("max_sequence_length", sampling_params.max_sequence_length, default=DEFAULT_MAX_SEQUENCE_LENGTH)
     solver = found("sample_solver", extra.get("sample_solver"), default="unipc")
-    height = found("height", sampling_params.height, default=DEFAULT_HEIGHT)
-    width = found("width", sampling_params.width, default=DEFAULT_WIDTH)
-    fps = found("fps", sampling_params.resolved_frame_rate, default=DEFAULT_FPS)
+    of_image = _size_of_image(media.get("image"), sampling_params.height, sampling_params.width, defaults)
+    height = found("height", sampling_params.height, image=of_image[0], default=model.height)
+    width = found("width", sampling_params.width, image=of_image[1], default=model.width)
+    fps = found("fps", sampling_params.resolved_frame_rate, default=model.fps)
+    policy = IMAGE_POLICIES[0]
+    if media:
+        policy = found("image_policy", extra.get("image_policy"), engine=defaults.image_policy, default=policy)
     return GenerationRequest(
         prompt=text,
         negative_prompt=negative,
         height=_size("height", height, defaults.spatial_stride),
         width=_size("width", width, defaults.spatial_stride),
-        num_frames=_frames(frames, defaults.temporal_stride),
+        num_frames=_frames(frames, defaults.temporal_stride, at_least=2 if "last_image" in media else 1),
         num_inference_steps=_positive("num_inference_steps", steps),
         guidance_scale=scale,
         guidance_scale_2=scale_2,
@@ -164,6 +201,7 @@ def resolve_request(prompt: Any, sampling_params: Any, defaults: EngineDefaults)
         fps=_fps(fps),
         max_sequence_length=_positive("max_sequence_length", length),
         output_type=_choice("output_type", _first(sampling_params.output_type, "np"), OUTPUT_TYPES),
+        image_policy=_choice("image_policy", policy, IMAGE_POLICIES),
         sources=dict(extra.get(SOURCES, found.sources)),
     )
 
@@ -189,9 +227,6 @@ def _first(*values: Any) -> Any:
 def _prompts(prompt: Any) -> tuple[str, str]:
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
-    media = [name for name, value in (prompt.get("multi_modal_data") or {}).items() if value is not None]
-    if media:
-        raise RequestError(f"the request carries {', '.join(media)}; this version makes videos from text only (T2V)")
     for name in ("prompt_embeds", "negative_prompt_embeds"):
         if prompt.get(name) is not None:
             raise RequestError(f"{name} is given; this version encodes the prompt itself, pass `prompt`")
@@ -202,6 +237,47 @@ def _prompts(prompt: Any) -> tuple[str, str]:
     if not isinstance(negative, str):
         raise RequestError(f"negative_prompt = {negative!r}: a text is needed")
     return text, negative
+
+
+def media_of(prompt: Any) -> dict[str, Any]:
+    """What `multi_modal_data` of a prompt holds, by name."""
+    data = {} if isinstance(prompt, str) else prompt.get("multi_modal_data") or {}
+    return {name: value for name, value in data.items() if value is not None and value != []}
+
+
+def _media(prompt: Any, defaults: EngineDefaults) -> dict[str, Any]:
+    """`media_of` the prompt, if it is what the model takes."""
+    media = media_of(prompt)
+    uses = {"image": defaults.images, "last_image": defaults.last_image}
+    refused = [name for name in media if uses.get(name, "none") == "none"]
+    if refused:
+        taken = [name for name, use in uses.items() if use != "none"]
+        what = f"text and {', '.join(taken)}" if taken else "text only"
+        raise RequestError(f"the request carries {', '.join(refused)}; this model makes videos from {what}")
+    for name, use in uses.items():
+        if use == "required" and name not in media:
+            raise RequestError(
+                f"there is no {name}, which this model needs: a PIL image or the path of a file, in "
+                f'{{"prompt": …, "multi_modal_data": {{"{name}": …}}}}'
+            )
+    if "last_image" in media and "image" not in media:
+        raise RequestError("last_image is given without image, the first frame")
+    return media
+
+
+def _size_of_image(
+    image: Any, height: int | None, width: int | None, defaults: EngineDefaults
+) -> tuple[int | None, int | None]:
+    """Height and width for a video of the image's aspect ratio: near the model's area, or fitting the side given."""
+    if image is None or (height is not None and width is not None):
+        return None, None
+    stride, aspect = defaults.spatial_stride, image.height / image.width
+    area = defaults.model.height * defaults.model.width
+    by_height = math.sqrt(area * aspect) if width is None else width * aspect
+    by_width = math.sqrt(area / aspect) if height is None else height / aspect
+    sizes = tuple(max(stride, round(size) // stride * stride) for size in (by_height, by_width))
+    logger.info("height × width of %d×%d follow the image's aspect ratio", height or sizes[0], width or sizes[1])
+    return sizes
 
 
 def _scale(name: str, value: float | None, provided: bool) -> float | None:
@@ -229,8 +305,10 @@ def _size(name: str, value: Any, stride: int) -> int:
     return rounded
 
 
-def _frames(value: Any, stride: int) -> int:
+def _frames(value: Any, stride: int, at_least: int = 1) -> int:
     frames = _positive("num_frames", value)
+    if frames // stride * stride + 1 < at_least:
+        raise RequestError(f"num_frames = {frames}: a first and a last frame need {stride + 1} or more")
     adjusted = frames if frames % stride == 1 else frames // stride * stride + 1
     if adjusted != frames:
         logger.warning("num_frames = %d is not %d k + 1; generating %d frames", frames, stride, adjusted)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_neuron_kernels import adaln_modulate, flash_attention, mlp, output_projection, qkv_projection, rms_norm
+from omni_neuron_kernels import flash_attention, mlp, output_projection, qkv_projection, rms_norm
 from omni_neuron_parallel import (
     AxisGroup,
     ColumnParallelLinear,
@@ -28,21 +28,24 @@ from omni_neuron_parallel import (
     get_group,
     group_place,
 )
-from omni_neuron_runtime import SafetensorsWeightLoader, set_weight_loader
 from omni_neuron_wan22.config import WanConfig
+from omni_neuron_wan22.embeddings import PatchEmbedding, WanTimeTextEmbedding
+from omni_neuron_wan22.modulation import WanAdaLayerNorm, WanGatedResidual, add_gated, float32_parameter
 from omni_neuron_wan22.rope import WanRotaryPosEmbed
 
 
 class CrossAttentionKV(NamedTuple):
-    """The text as every block's cross-attention sees it.
+    """The text, and the image embedding where the model has one, as every block's cross-attention sees them.
 
     Attributes:
         blocks: one (key, value) pair `[B, N / tp, L, D]` a block.
-        bias: `[1, 1, 1, L]` added to the scores; None for none.
+        bias: `[1, 1, 1, L]` added to the text's scores; None for none.
+        image_blocks: the image's pairs, which get a softmax of their own; None where the model has no image embedding.
     """
 
     blocks: list[tuple[torch.Tensor, torch.Tensor]]
     bias: torch.Tensor | None = None
+    image_blocks: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 def fold_padding(embeds: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -79,20 +82,17 @@ class Tokens(NamedTuple):
 
     Attributes:
         hidden: this rank's tokens `[B, S_tp, hidden]`.
-        temb: the output's modulation `[B, hidden]`.
-        modulation: the blocks' `[B, 6, hidden]`.
+        temb: the output's modulation `[B, hidden]`; with `first_frame` `[2 B, hidden]`, that of the first frame last.
+        modulation: the blocks' `[B, 6, hidden]`, or `[2 B, 6, hidden]` likewise.
         rotary_emb: the tables of `WanRotaryPosEmbed` for this CP rank's tokens.
+        first_frame: bool `[S_tp, 1]`, the tokens of the first latent frame, where that has a timestep of its own.
     """
 
     hidden: torch.Tensor
     temb: torch.Tensor
     modulation: torch.Tensor
     rotary_emb: tuple[torch.Tensor, torch.Tensor]
-
-
-def _float32_parameter(*shape: int) -> nn.Parameter:
-    # Wan keeps these in float32 whatever the model's dtype: they set the modulation of every block.
-    return nn.Parameter(torch.empty(*shape, dtype=torch.float32), requires_grad=False)
+    first_frame: torch.Tensor | None = None
 
 
 def _attend(
@@ -103,42 +103,6 @@ def _attend(
         return flash_attention(query, key.transpose(1, 2), value.transpose(1, 2)).flatten(2)
     query, bias = query.transpose(1, 2), bias.to(query.dtype).expand(1, 1, query.shape[1], -1)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2).flatten(2)
-
-
-class WanAdaLayerNorm(nn.Module):
-    """Layer norm over the last dim, scaled and shifted by the timestep; float32 inside, in and out in one dtype."""
-
-    def __init__(self, eps: float):
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, hidden: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        """`[B, S, F]` and `[B, F]` twice to LayerNorm(hidden) · (1 + scale) + shift."""
-        return adaln_modulate(hidden, scale, shift, epsilon=self.eps)[0]
-
-
-class WanGatedResidual(nn.Module):
-    """hidden + gate · branch, and its layer norm with a gain and a bias, or itself without `norm`; float32 inside."""
-
-    def __init__(self, size: int, eps: float, *, norm: bool):
-        super().__init__()
-        self.eps = eps
-        self.weight = _float32_parameter(size) if norm else None
-        self.bias = _float32_parameter(size) if norm else None
-
-    def forward(
-        self, hidden: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[B, S, F]` twice and `[B, F]` to the normalised and the plain sum, both of hidden's dtype."""
-        if self.weight is None or self.bias is None:
-            updated = _add_gated(hidden, branch, gate)
-            return updated, updated
-        scale, shift = (self.weight - 1).expand_as(gate), self.bias.expand_as(gate)
-        return adaln_modulate(hidden, scale, shift, branch=branch, gate=gate, epsilon=self.eps)
-
-
-def _add_gated(hidden: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    return torch.addcmul(hidden.float(), branch.float(), gate[:, None]).to(hidden.dtype)
 
 
 class WanHeadNorm(DistributedRMSNorm):
@@ -229,7 +193,8 @@ class WanCrossAttention(nn.Module):
     """Attention of the video's tokens on the text; keys and values are projected once a request (`project_kv`).
 
     As in Wan, the padded text positions take part: there is no mask. Every CP rank has the whole text, so nothing is
-    communicated over CP.
+    communicated over CP. With `added_kv_proj_dim` the tokens attend to an image embedding, too, in a softmax of its
+    own, and the two results are added.
     """
 
     def __init__(
@@ -239,6 +204,7 @@ class WanCrossAttention(nn.Module):
         head_dim: int,
         eps: float,
         *,
+        added_kv_proj_dim: int | None = None,
         group: AxisGroup | None = None,
         sequence_parallel: bool = False,
     ):
@@ -246,6 +212,10 @@ class WanCrossAttention(nn.Module):
         group = group or get_group("tp")
         self.head_dim = head_dim
         inner = num_heads * head_dim
+        if added_kv_proj_dim is not None:
+            self.image_k = ColumnParallelLinear(added_kv_proj_dim, inner, group=group)
+            self.image_v = ColumnParallelLinear(added_kv_proj_dim, inner, group=group)
+            self.norm_image_k = WanHeadNorm(inner, eps, group=group)
         self.q = ColumnParallelLinear(dim, inner, group=group)
         self.k = ColumnParallelLinear(dim, inner, group=group)
         self.v = ColumnParallelLinear(dim, inner, group=group)
@@ -258,14 +228,24 @@ class WanCrossAttention(nn.Module):
         key, value = self._heads(self.norm_k(self.k(context))), self._heads(self.v(context))
         return key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
 
+    def project_image_kv(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, N / tp, L, D]` of the embedded image `[B, L, hidden]`."""
+        key, value = self._heads(self.norm_image_k(self.image_k(image))), self._heads(self.image_v(image))
+        return key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
+
     def forward(
         self,
         hidden: torch.Tensor,
         key_value: tuple[torch.Tensor, torch.Tensor],
         bias: torch.Tensor | None = None,
+        image_key_value: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Attend: `[B, S_cp, hidden]` to `[B, S_tp, hidden]`; `bias` as in `CrossAttentionKV`."""
-        return self.o(_attend(self.project_query(hidden), *key_value, bias))
+        query = self.project_query(hidden)
+        attended = _attend(query, *key_value, bias)
+        if image_key_value is not None:
+            attended = attended + _attend(query, *image_key_value)
+        return self.o(attended)
 
     def project_query(self, hidden: torch.Tensor) -> torch.Tensor:
         """Queries `[B, S_cp, N / tp, D]` of `hidden`."""
@@ -319,11 +299,17 @@ class WanTransformerBlock(nn.Module):
         )
         self.norm2 = WanGatedResidual(dim, config.eps, norm=config.cross_attn_norm)
         self.attn2 = WanCrossAttention(
-            dim, heads, head_dim, config.eps, group=group, sequence_parallel=sequence_parallel
+            dim,
+            heads,
+            head_dim,
+            config.eps,
+            added_kv_proj_dim=config.added_kv_proj_dim,
+            group=group,
+            sequence_parallel=sequence_parallel,
         )
         self.norm3 = WanAdaLayerNorm(config.eps)
         self.ffn = WanFeedForward(dim, config.ffn_dim, group=group, sequence_parallel=sequence_parallel)
-        self.scale_shift_table = _float32_parameter(1, 6, dim)
+        self.scale_shift_table = float32_parameter(1, 6, dim)
 
     def forward(
         self,
@@ -333,85 +319,29 @@ class WanTransformerBlock(nn.Module):
         cross_attention_kv: tuple[torch.Tensor, torch.Tensor],
         cross_attention_bias: torch.Tensor | None = None,
         kv_length: int | None = None,
+        image_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
+        first_frame: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One block, `[B, S_tp, hidden]` to the same.
 
         Args:
             hidden: this rank's tokens.
-            temb: `[B, 6, hidden]`, the projected timestep.
+            temb: the projected timestep, `modulation` of `Tokens`.
             rotary_emb: the tables of `WanRotaryPosEmbed` for this CP rank's tokens.
             cross_attention_kv: this block's pair of `project_cross_attention_kv`.
             cross_attention_bias: the bias that goes with it.
             kv_length: S, where pads follow it; None for no pads.
+            image_kv: this block's pair of the image embedding, where the model has one.
+            first_frame: as in `Tokens`.
         """
         sequence = SequenceParallel(rotary_emb[0].shape[0], self.sequence_group)
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.scale_shift_table + temb.float()).unbind(1)
 
-        attended = self.attn1(sequence.gather(self.norm1(hidden, scale, shift)), rotary_emb, kv_length)
-        normalised, hidden = self.norm2(hidden, attended, gate)
-        hidden = hidden + self.attn2(sequence.gather(normalised), cross_attention_kv, cross_attention_bias)
-        fed = self.ffn(sequence.gather(self.norm3(hidden, ffn_scale, ffn_shift)))
-        return _add_gated(hidden, fed, ffn_gate)
-
-
-class _Mlp(nn.Module):
-    """Two linear layers of an embedder, replicated over TP; the activation between them is the caller's."""
-
-    def __init__(self, in_features: int, features: int, *, dtype: torch.dtype | None = None):
-        super().__init__()
-        self.linear_1 = nn.Linear(in_features, features, dtype=dtype)
-        self.linear_2 = nn.Linear(features, features, dtype=dtype)
-
-
-class WanTimeTextEmbedding(nn.Module):
-    """The timestep's and the text's way into the token stream; replicated over TP."""
-
-    def __init__(self, config: WanConfig):
-        super().__init__()
-        dim = config.hidden_size
-        self.freq_dim = config.freq_dim
-        self.time_embedder = _Mlp(config.freq_dim, dim, dtype=torch.float32)
-        self.time_proj = nn.Linear(dim, 6 * dim)
-        self.text_embedder = _Mlp(config.text_dim, dim)
-
-    def embed_time(self, timestep: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[B]` timesteps (0 to 1000) to the output modulation `[B, hidden]` and the blocks' `[B, 6, hidden]`.
-
-        Sinusoids of Vaswani et al. 2017, section 3.5, cosines first, then two linear layers with SiLU.
-        """
-        half = self.freq_dim // 2
-        exponent = torch.arange(half, dtype=torch.float32, device=timestep.device) / half
-        angles = timestep.float()[:, None] * 10000.0 ** -exponent[None, :]
-        features = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        hidden = F.silu(self.time_embedder.linear_1(features))
-        temb = self.time_embedder.linear_2(hidden).to(dtype)
-        return temb, self.time_proj(F.silu(temb)).unflatten(1, (6, -1))
-
-    def embed_text(self, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[B, L, text_dim]` to `[B, L, hidden]`."""
-        hidden = F.gelu(self.text_embedder.linear_1(encoder_hidden_states), approximate="tanh")
-        return self.text_embedder.linear_2(hidden)
-
-
-class PatchEmbedding(nn.Module):
-    """A convolution whose stride is its kernel, the matrix product that it is: `[B, C, T, H, W]` to `[B, S, dim]`."""
-
-    def __init__(self, channels: int, dim: int, patch_size: tuple[int, int, int]):
-        super().__init__()
-        self.patch_size = patch_size
-        p_t, p_h, p_w = patch_size
-        self.weight = nn.Parameter(torch.empty(dim, channels * p_t * p_h * p_w), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(dim), requires_grad=False)
-        set_weight_loader(self.weight, SafetensorsWeightLoader(lambda slices, rank: slices[0][:].flatten(1)))
-
-    def forward(self, latents: torch.Tensor) -> torch.Tensor:
-        """See the class; latent sizes that the patch does not divide are cut, as a convolution does."""
-        p_t, p_h, p_w = self.patch_size
-        b, c, t, h, w = latents.shape
-        t, h, w = t // p_t, h // p_h, w // p_w
-        cut = latents[:, :, : t * p_t, : h * p_h, : w * p_w]
-        patches = cut.reshape(b, c, t, p_t, h, p_h, w, p_w).permute(0, 2, 4, 6, 1, 3, 5, 7)
-        return F.linear(patches.reshape(b, t * h * w, -1), self.weight, self.bias)
+        attended = self.attn1(sequence.gather(self.norm1(hidden, scale, shift, first_frame)), rotary_emb, kv_length)
+        normalised, hidden = self.norm2(hidden, attended, gate, first_frame)
+        hidden = hidden + self.attn2(sequence.gather(normalised), cross_attention_kv, cross_attention_bias, image_kv)
+        fed = self.ffn(sequence.gather(self.norm3(hidden, ffn_scale, ffn_shift, first_frame)))
+        return add_gated(hidden, fed, ffn_gate, first_frame)
 
 
 class WanTransformer3DModel(nn.Module):
@@ -469,7 +399,7 @@ class WanTransformer3DModel(nn.Module):
         )
         self.norm_out = WanAdaLayerNorm(config.eps)
         self.proj_out = nn.Linear(config.hidden_size, config.out_channels * config.patch_volume)
-        self.scale_shift_table = _float32_parameter(1, 2, config.hidden_size)
+        self.scale_shift_table = float32_parameter(1, 2, config.hidden_size)
         self.requires_grad_(False)
 
     @property
@@ -478,34 +408,55 @@ class WanTransformer3DModel(nn.Module):
         return self.proj_out.weight.dtype
 
     def project_cross_attention_kv(
-        self, encoder_hidden_states: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        encoder_hidden_states: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        encoder_hidden_states_image: torch.Tensor | None = None,
     ) -> CrossAttentionKV:
         """Every block's keys and values of the encoded text `[B, L, text_dim]`; good for all steps of a request.
 
         Args:
             encoder_hidden_states: the text, or what `fold_padding` made of it.
             bias: the bias that `fold_padding` returned with it.
+            encoder_hidden_states_image: CLIP's embedding `[images, L, image_dim]`, where the model takes one.
+
+        Raises:
+            ValueError: an image embedding for a model that takes none, or none for one that does.
         """
+        embedder = self.condition_embedder.image_embedder
+        if (embedder is None) != (encoder_hidden_states_image is None):
+            given = "no image embedding" if encoder_hidden_states_image is None else "an image embedding"
+            raise ValueError(f"{given} is given; the model has image_dim = {self.config.image_dim}")
         context = self.condition_embedder.embed_text(encoder_hidden_states.to(self.dtype))
-        return CrossAttentionKV([block.attn2.project_kv(context) for block in self._blocks()], bias)
+        image_blocks = None
+        if embedder is not None and encoder_hidden_states_image is not None:
+            image = embedder(encoder_hidden_states_image.to(self.dtype))
+            image_blocks = [block.attn2.project_image_kv(image) for block in self._blocks()]
+        return CrossAttentionKV([block.attn2.project_kv(context) for block in self._blocks()], bias, image_blocks)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         timestep: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
+        encoder_hidden_states_image: torch.Tensor | None = None,
         *,
         cross_attention_kv_cache: CrossAttentionKV | None = None,
+        first_frame_timestep: torch.Tensor | None = None,
         return_dict: bool = True,
         attention_kwargs: dict[str, Any] | None = None,
     ) -> TransformerOutput:
         """Predict the velocity (noise − clean latents).
 
         Args:
-            hidden_states: noisy latents `[B, C, T, H, W]`.
+            hidden_states: noisy latents `[B, C, T, H, W]`, with their condition in further channels where the model
+                takes one.
             timestep: `[B]`, 0 to 1000.
             encoder_hidden_states: encoded text `[B, L, text_dim]`; not needed with a cache.
+            encoder_hidden_states_image: as in `project_cross_attention_kv`; not needed with a cache.
             cross_attention_kv_cache: what `project_cross_attention_kv` returned for this text.
+            first_frame_timestep: `[B]`, the timestep of the first latent frame, where it is not that of the others
+                (TI2V-5B with an image: 0). diffusers has one timestep a token instead.
             return_dict: there for diffusers' signature; the result serves either way.
             attention_kwargs: accepted for diffusers' signature; must be empty.
 
@@ -520,16 +471,24 @@ class WanTransformer3DModel(nn.Module):
         if cross_attention_kv_cache is None:
             if encoder_hidden_states is None:
                 raise ValueError("pass encoder_hidden_states or a cross_attention_kv_cache")
-            cross_attention_kv_cache = self.project_cross_attention_kv(encoder_hidden_states)
+            cross_attention_kv_cache = self.project_cross_attention_kv(
+                encoder_hidden_states, encoder_hidden_states_image=encoder_hidden_states_image
+            )
         if len(cross_attention_kv_cache.blocks) != len(self.blocks):
             raise ValueError(
                 f"the cross-attention cache has {len(cross_attention_kv_cache.blocks)} pairs, the model "
                 f"{len(self.blocks)} blocks"
             )
-        tokens = self.run_blocks(self.embed(hidden_states, timestep), cross_attention_kv_cache, hidden_states.shape)
+        tokens = self.embed(hidden_states, timestep, first_frame_timestep)
+        tokens = self.run_blocks(tokens, cross_attention_kv_cache, hidden_states.shape)
         return self.predict(tokens, hidden_states.shape)
 
-    def embed(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> Tokens:
+    def embed(
+        self,
+        hidden_states: torch.Tensor,
+        timestep: torch.Tensor,
+        first_frame_timestep: torch.Tensor | None = None,
+    ) -> Tokens:
         """The first part of `forward`: what the blocks take."""
         hidden = self.patch_embedding(hidden_states.to(self.dtype))
         context, sequence = self.shards(hidden_states.shape)
@@ -537,7 +496,13 @@ class WanTransformer3DModel(nn.Module):
         place, sequence_place = (self.context_place, self.sequence_place) if compiling else (None, None)
         hidden = sequence.split(context.split(hidden, 1, place), 1, sequence_place)
         cos, sin = (context.split(table, 0, place) for table in self.rope(hidden_states))
-        return Tokens(hidden, *self.condition_embedder.embed_time(timestep, self.dtype), (cos, sin))
+        first_frame = None
+        if first_frame_timestep is not None:
+            timestep = torch.cat([timestep, first_frame_timestep])
+            of_first = context.sequence_length * self.config.patch_size[0] // hidden_states.shape[2]
+            first_frame = torch.arange(context.sequence_length, device=hidden.device)[:, None] < of_first
+            first_frame = sequence.split(context.split(first_frame, 0, place), 0, sequence_place)
+        return Tokens(hidden, *self.condition_embedder.embed_time(timestep, self.dtype), (cos, sin), first_frame)
 
     def run_blocks(
         self,
@@ -550,15 +515,25 @@ class WanTransformer3DModel(nn.Module):
         """The blocks `first` to `last`, exclusive, on what `embed` returned for latents of `latent_shape`."""
         hidden, length = tokens.hidden, self.shards(latent_shape)[0].sequence_length
         pairs = cross_attention.blocks[first:last]
-        for block, key_value in zip(self._blocks()[first:last], pairs, strict=True):
-            hidden = block(hidden, tokens.modulation, tokens.rotary_emb, key_value, cross_attention.bias, length)
+        images = cross_attention.image_blocks[first:last] if cross_attention.image_blocks else [None] * len(pairs)
+        for block, key_value, image in zip(self._blocks()[first:last], pairs, images, strict=True):
+            hidden = block(
+                hidden,
+                tokens.modulation,
+                tokens.rotary_emb,
+                key_value,
+                cross_attention.bias,
+                length,
+                image,
+                tokens.first_frame,
+            )
         return tokens._replace(hidden=hidden)
 
     def predict(self, tokens: Tokens, latent_shape: torch.Size) -> TransformerOutput:
         """The last part of `forward`: the prediction from the last block's tokens."""
         context, sequence = self.shards(latent_shape)
         shift, scale = (self.scale_shift_table + tokens.temb.float().unsqueeze(1)).unbind(1)
-        projected = self.proj_out(self.norm_out(tokens.hidden, scale, shift))
+        projected = self.proj_out(self.norm_out(tokens.hidden, scale, shift, tokens.first_frame))
         projected = context.gather(sequence.gather(projected), 1, self.context_group)
         return TransformerOutput(self._unpatchify(projected, latent_shape))
 
