@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import types
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +17,15 @@ from vllm_omni.diffusion.worker import diffusion_worker
 from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
 
 import omni_neuron_runtime as runtime
-from vllm_omni_neuron import NeuronDiffusionModelRunner, NeuronDiffusionWorker, capture, compat, model_runner, worker
+from vllm_omni_neuron import (
+    NeuronDiffusionModelRunner,
+    NeuronDiffusionWorker,
+    capture,
+    compat,
+    model_runner,
+    sleep,
+    worker,
+)
 
 
 class Component(nn.Module):
@@ -145,7 +154,8 @@ def test_capture_needs_configuration() -> None:
 def worker_of(**config: Any) -> Any:
     instance = NeuronDiffusionWorker.__new__(NeuronDiffusionWorker)
     instance.od_config = types.SimpleNamespace(**config)
-    instance.rank = 0
+    instance.rank, instance.lora_manager = 0, None
+    instance.model_runner = types.SimpleNamespace(pipeline=types.SimpleNamespace())
     return instance
 
 
@@ -258,31 +268,89 @@ def test_a_filter_that_does_not_name_our_parallel_layer_is_no_news(
     assert "is left out" not in caplog.text
 
 
-def test_lora_and_sleep_are_refused_clearly() -> None:
-    instance = worker_of(lora_path="adapter.safetensors", enable_sleep_mode=True)
-    with pytest.raises(NotImplementedError, match=r"lora_path='adapter.safetensors': LoRA is not supported"):
+def test_lora_is_refused_clearly_where_the_pipeline_takes_none() -> None:
+    instance = worker_of(lora_path="adapter.safetensors")
+    with pytest.raises(NotImplementedError, match=r"lora_path='adapter.safetensors': this pipeline takes no LoRA"):
         instance.init_lora_manager()
-    with pytest.raises(NotImplementedError, match="LoRA is not supported"):
-        instance.add_lora("style")
-    request = types.SimpleNamespace(
-        sampling_params=types.SimpleNamespace(lora_request=types.SimpleNamespace(lora_name="style"))
-    )
-    with pytest.raises(NotImplementedError, match="the request's adapter 'style'"):
-        instance.execute_model(request, None)
+    adapter = types.SimpleNamespace(lora_name="style")
+    request = types.SimpleNamespace(sampling_params=types.SimpleNamespace(lora_request=adapter))
     scheduled = types.SimpleNamespace(scheduled_new_reqs=[types.SimpleNamespace(req=request)])
-    with pytest.raises(NotImplementedError, match="the request's adapter 'style'"):
-        instance.execute_model(scheduled.scheduled_new_reqs, None)
-    with pytest.raises(NotImplementedError, match="the request's adapter 'style'"):
-        instance.execute_model_batch(scheduled, None)
-    with pytest.raises(NotImplementedError, match="the request's adapter 'style'"):
-        instance.execute_stepwise(scheduled)
-    with pytest.raises(NotImplementedError, match="enable_sleep_mode=True: sleep mode is not supported"):
-        instance.init_device()
-    with pytest.raises(NotImplementedError, match=r"sleep\(level=2\)"):
-        instance.sleep(2)
-    with pytest.raises(NotImplementedError, match="wake_up"):
-        instance.wake_up()
+    for call in (
+        lambda: instance.add_lora(adapter),
+        lambda: instance.execute_model(request, None),
+        lambda: instance.execute_model(scheduled.scheduled_new_reqs, None),
+        lambda: instance.execute_model_batch(scheduled, None),
+        lambda: instance.execute_stepwise(scheduled),
+    ):
+        with pytest.raises(NotImplementedError, match="adapter 'style': this pipeline takes no LoRA adapters"):
+            call()
     worker_of(lora_path=None).init_lora_manager()
+
+
+class Adapters:
+    """What a pipeline's `make_lora_manager` returns, as far as these tests go."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def add_adapter(self, lora_request: Any) -> bool:
+        self.calls.append(lora_request.lora_path)
+        return True
+
+    def set_active_adapter(self, lora_request: Any, lora_scale: float = 1.0) -> None:
+        self.calls.append(lora_request)
+
+
+def test_the_pipelines_own_lora_manager_loads_the_configured_adapters() -> None:
+    instance = worker_of(lora_path=["high", "low"])
+    manager = Adapters()
+    instance.model_runner.pipeline.make_lora_manager = lambda: manager
+    instance.init_lora_manager()
+    assert manager.calls == ["high", "low"]
+    assert instance.add_lora(types.SimpleNamespace(lora_name="style", lora_path="style"))
+
+
+def test_sleep_frees_the_memory_and_wake_up_restores_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from vllm_omni_neuron.platforms.vllm_platform import NeuronPlatform
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    instance = worker_of()
+    pipeline = instance.model_runner.pipeline = nn.Linear(4096, 2048).requires_grad_(False)
+    pipeline.weight.normal_()
+    instance.lora_manager = Adapters()
+    before = {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+    places, nbytes = list(pipeline.parameters()), 4 * 2048 * 4097
+    used = NeuronPlatform.memory_allocated()
+    assert instance.sleep(1) == nbytes
+    assert NeuronPlatform.memory_allocated() < used - 0.9 * nbytes
+    assert instance.lora_manager.calls == [None]  # the base sleeps, not a merged adapter
+    assert instance.sleep(1) == 0
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) == nbytes
+    with pytest.raises(RuntimeError, match="this worker sleeps"):
+        instance.execute_model(types.SimpleNamespace(sampling_params=types.SimpleNamespace(lora_request=None)), None)
+    assert instance.wake_up(["kv_cache"])
+    assert pipeline.weight.numel() == 0
+    assert instance.wake_up()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pipeline.state_dict().items())
+    assert all(now is then for now, then in zip(pipeline.parameters(), places, strict=True))
+    assert not list(tmp_path.iterdir())
+
+
+def test_sleep_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = worker_of(enable_sleep_mode=True)
+    with pytest.raises(NotImplementedError, match=r"sleep\(level=2\): the valid level is 1"):
+        instance.sleep(2)
+    pipeline = instance.model_runner.pipeline = nn.Linear(2, 2)
+    with monkeypatch.context() as full:
+        full.setattr(sleep, "take_weights", lambda *_: (_ for _ in ()).throw(OSError("No space left on device")))
+        with pytest.raises(RuntimeError, match=r"do not fit into .* No space left .* set TMPDIR"):
+            instance.sleep()
+    assert pipeline.weight.numel() == 4
+    monkeypatch.setattr(runtime, "is_cpu_mode", lambda: False)
+    for call in (instance.init_device, instance.sleep):
+        with pytest.raises(NotImplementedError, match="not on a NeuronCore, whose runtime does not tell"):
+            call()
 
 
 def test_restore_gelu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
+from vllm_omni.lora.request import LoRARequest
+from vllm_omni.lora.utils import stable_lora_int_id
 
 import omni_neuron_runtime as runtime
 from vllm_omni_neuron import compat, startup
+from vllm_omni_neuron.sleep import SleepingWeights
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +58,7 @@ class NeuronDiffusionWorker(DiffusionWorker):
     _parallel: Any = None
     _bound = False
     _cores_before: list[int] | None = None
+    _asleep: SleepingWeights | None = None
 
     def init_device(self) -> None:
         """Bind the device, make vLLM-Omni's process groups, let the parallel layer adopt them, restore `F.gelu`.
@@ -61,10 +67,10 @@ class NeuronDiffusionWorker(DiffusionWorker):
         manager, which depends on none of what follows here.
 
         Raises:
-            NotImplementedError: sleep mode was asked for.
+            NotImplementedError: sleep mode was asked for on a device.
         """
         if getattr(self.od_config, "enable_sleep_mode", False):
-            raise NotImplementedError(_no_sleep("enable_sleep_mode=True"))
+            _check_sleep("enable_sleep_mode=True")
         startup.report_phase(startup.DEVICE)
         try:
             if not runtime.is_cpu_mode():
@@ -113,6 +119,9 @@ class NeuronDiffusionWorker(DiffusionWorker):
         if self._parallel is not None:
             self._parallel.destroy()
             self._parallel = None
+        if self._asleep is not None:
+            self._asleep.discard()
+            self._asleep = None
         super().shutdown()
         self._restore_visible_cores()
 
@@ -126,79 +135,129 @@ class NeuronDiffusionWorker(DiffusionWorker):
         """Stop writing captured tensors."""
         self.model_runner.disable_capture()
 
-    # What this platform does not do
+    # Adapters: the pipeline's own manager, behind vLLM-Omni's methods
 
     def init_lora_manager(self) -> None:
-        """No manager: layers here are raw parameters, which vLLM-Omni's adapters cannot wrap.
+        """Ask the pipeline for its manager of LoRA adapters, if it has one, and load the configured adapter.
+
+        The layers here hold their parameters themselves, so vLLM-Omni's own manager finds none to wrap. A pipeline that
+        supports adapters has a method `make_lora_manager()`, whose result has `DiffusionLoRAManager`'s methods:
+        `set_active_adapter`, `add_adapter`, `remove_adapter`, `list_adapters` and `pin_adapter`.
 
         Raises:
-            NotImplementedError: the configuration names an adapter.
+            NotImplementedError: the configuration names an adapter, and the pipeline has no manager.
         """
-        if self.od_config.lora_path:
+        make = getattr(self.model_runner.pipeline, "make_lora_manager", None)
+        paths = self.od_config.lora_path or []
+        paths = [paths] if isinstance(paths, str) else paths
+        if make is not None:
+            self.lora_manager = make()
+        elif paths:
             raise NotImplementedError(_no_lora(f"lora_path={self.od_config.lora_path!r}"))
+        for path in paths:
+            self.add_lora(LoRARequest(path, stable_lora_int_id(path), path))
 
     def add_lora(self, lora_request: Any) -> bool:
-        """Refused.
+        """Load an adapter, without using it yet.
 
         Raises:
-            NotImplementedError: always.
+            NotImplementedError: the pipeline takes none.
         """
-        raise NotImplementedError(_no_lora(f"add_lora({getattr(lora_request, 'lora_name', lora_request)!r})"))
+        self._refuse_lora([lora_request])
+        return bool(super().add_lora(lora_request))
 
     def execute_model(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM-Omni's.
 
         Raises:
-            NotImplementedError: the request names a LoRA adapter, which vLLM-Omni would ignore in silence.
+            NotImplementedError: the request names an adapter and the pipeline takes none; vLLM-Omni would ignore it.
+            RuntimeError: the worker sleeps.
         """
-        _refuse_lora([new_request.req for new_request in req] if isinstance(req, list) else [req])
+        self._check_requests([new_request.req for new_request in req] if isinstance(req, list) else [req])
         return super().execute_model(req, *args, **kwargs)
 
     def execute_model_batch(self, scheduler_output: Any, od_config: Any) -> Any:
         """As vLLM-Omni's.
 
         Raises:
-            NotImplementedError: as `execute_model`.
+            NotImplementedError, RuntimeError: as `execute_model`.
         """
-        _refuse_lora(new_request.req for new_request in scheduler_output.scheduled_new_reqs)
+        self._check_requests(new_request.req for new_request in scheduler_output.scheduled_new_reqs)
         return super().execute_model_batch(scheduler_output, od_config)
 
     def execute_stepwise(self, scheduler_output: Any) -> Any:
         """As vLLM-Omni's.
 
         Raises:
-            NotImplementedError: as `execute_model`.
+            NotImplementedError, RuntimeError: as `execute_model`.
         """
-        _refuse_lora(new_request.req for new_request in scheduler_output.scheduled_new_reqs)
+        self._check_requests(new_request.req for new_request in scheduler_output.scheduled_new_reqs)
         return super().execute_stepwise(scheduler_output)
 
+    def _check_requests(self, requests: Iterable[Any]) -> None:
+        if self._asleep is not None:
+            raise RuntimeError("this worker sleeps: its weights are not in memory; wake the engine up before a request")
+        self._refuse_lora(request.sampling_params.lora_request for request in requests)
+
+    def _refuse_lora(self, lora_requests: Iterable[Any]) -> None:
+        if self.lora_manager is None:
+            for lora in lora_requests:
+                if lora is not None:
+                    raise NotImplementedError(_no_lora(f"adapter {lora.lora_name!r}"))
+
+    # Sleep
+
     def sleep(self, level: int = 1) -> int:
-        """Refused.
+        """Take the weights out of memory, until `wake_up`: into temporary files, since here memory is the host's.
+
+        A merged adapter is taken out before. Asleep already, nothing happens.
+
+        Args:
+            level: 1; vLLM-Omni's level 2 drops the weights for good.
+
+        Returns:
+            The bytes that this rank has freed.
 
         Raises:
-            NotImplementedError: always.
+            NotImplementedError: on a device, or another level.
+            RuntimeError: the folder for temporary files has no room; the worker is awake then.
         """
-        raise NotImplementedError(_no_sleep(f"sleep(level={level})"))
+        _check_sleep(f"sleep(level={level})")
+        if level != 1:
+            raise NotImplementedError(
+                f"sleep(level={level}): the valid level is 1; to drop the weights, end the engine"
+            )
+        if self._asleep is not None:
+            return 0
+        if self.lora_manager is not None:
+            self.lora_manager.set_active_adapter(None)
+        self._asleep = SleepingWeights(self.model_runner.pipeline)
+        logger.info("asleep: %.1f MiB of weights are in %s", self._asleep.nbytes / 2**20, self._asleep.folder)
+        return self._asleep.nbytes
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Refused.
+        """Have the weights back in memory, bit for bit.
 
-        Raises:
-            NotImplementedError: always.
+        Args:
+            tags: what to wake; only "weights" is asleep here. None for all.
         """
-        raise NotImplementedError(_no_sleep("wake_up()"))
+        if self._asleep is not None and (tags is None or "weights" in tags):
+            self._asleep.wake()
+            self._asleep = None
+        return True
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        """No pool: vLLM-Omni's is CUDA's, and `sleep` here needs none."""
+        return contextlib.nullcontext()
 
 
-def _refuse_lora(requests: Iterable[Any]) -> None:
-    for request in requests:
-        lora = request.sampling_params.lora_request
-        if lora is not None:
-            raise NotImplementedError(_no_lora(f"the request's adapter {lora.lora_name!r}"))
+def _check_sleep(what: str) -> None:
+    if not runtime.is_cpu_mode():
+        raise NotImplementedError(
+            f"{what}: not on a NeuronCore, whose runtime does not tell what memory is in use, so that nobody could say "
+            "whether sleep has freed any; stop the engine and start it again instead"
+        )
 
 
 def _no_lora(what: str) -> str:
-    return f"{what}: LoRA is not supported on Neuron; merge the adapter into the checkpoint and serve that"
-
-
-def _no_sleep(what: str) -> str:
-    return f"{what}: sleep mode is not supported on Neuron; stop the engine and start it again instead"
+    return f"{what}: this pipeline takes no LoRA adapters; merge the adapter into the checkpoint and serve that"
