@@ -27,6 +27,8 @@ from omni_neuron_parallel import (
     initialize_parallel,
 )
 from omni_neuron_wan22 import WanCheckpoint, WanTransformer3DModel, load_transformer, make_scheduler
+from omni_neuron_wan22.cache import BlockCache
+from omni_neuron_wan22.cache_settings import CacheSettings
 
 STEPS, SHIFT, BOUNDARY = 20, 5.0, 0.875
 
@@ -54,8 +56,21 @@ class SequentialGuidance:
 
 
 class Guidance(NeuronCFGParallelMixin, SequentialGuidance):
-    def predict_noise(self, model: WanTransformer3DModel, **inputs: Any) -> torch.Tensor:
+    cache: BlockCache | None = None
+
+    def predict_noise(self, model: WanTransformer3DModel, negative: bool, **inputs: Any) -> torch.Tensor:
+        if self.cache is not None:
+            return self.cache.predict(model, "negative" if negative else "positive", **inputs)
         return model(**inputs).sample
+
+
+class ThresholdRule:
+    """Reuse where the change is small. cache-dit's rule, which has more to it, takes long to import on eight ranks."""
+
+    def begin(self) -> None: ...
+
+    def may_reuse(self, key: str, change: float | None) -> bool:
+        return change is not None and change < 0.15
 
 
 @contextlib.contextmanager
@@ -85,9 +100,38 @@ def denoise(
     context_method: ContextMethod,
 ) -> torch.Tensor:
     """Final latents of a run through both experts, guided where the scale is above 1."""
-    checkpoint, guidance = WanCheckpoint(Path(path)), Guidance()
+    return _denoise(Guidance(), path, latent_shape, guidance_scale, sequence_parallel, context_method)
+
+
+@nan_pads()
+def denoise_cached(
+    path: str, latent_shape: tuple[int, ...], guidance_scale: float, sequence_parallel: bool
+) -> tuple[torch.Tensor, dict[tuple[str, str], list[Any]], dict[str, Any]]:
+    """As `denoise` with a cache: the latents, what this rank has recorded, and the report."""
+    guidance = Guidance()
+    latents = _denoise(guidance, path, latent_shape, guidance_scale, sequence_parallel, "auto", cached=True)
+    assert guidance.cache is not None
+    records = {key: list(steps) for key, steps in guidance.cache._records.items()}
+    guidance.cache.end()
+    return latents, records, guidance.cache.report()["experts"]
+
+
+def _denoise(
+    guidance: Guidance,
+    path: str,
+    latent_shape: tuple[int, ...],
+    guidance_scale: float,
+    sequence_parallel: bool,
+    context_method: ContextMethod,
+    cached: bool = False,
+) -> torch.Tensor:
+    checkpoint = WanCheckpoint(Path(path))
     options = {"dtype": torch.float32, "sequence_parallel": sequence_parallel, "context_method": context_method}
     experts = [load_transformer(checkpoint, expert, **options) for expert in checkpoint.experts]
+    if cached:
+        settings = CacheSettings(max_warmup_steps=1)
+        guidance.cache = BlockCache(dict(zip(checkpoint.experts, experts, strict=True)), settings, ThresholdRule())
+        guidance.cache.begin(STEPS)
     generator = torch.Generator().manual_seed(7)
     latents = torch.randn(latent_shape, generator=generator)
     texts = [torch.randn(1, 6, experts[0].config.text_dim, generator=generator) for _ in range(2)]
@@ -97,7 +141,10 @@ def denoise(
     for timestep in scheduler.timesteps:
         expert = experts[int(timestep < BOUNDARY * 1000)]
         shared = {"model": expert, "hidden_states": latents, "timestep": timestep.expand(1)}
-        positive, negative = (shared | {"cross_attention_kv_cache": cache} for cache in caches[expert])
+        positive, negative = (
+            shared | {"cross_attention_kv_cache": cache, "negative": number == 1}
+            for number, cache in enumerate(caches[expert])
+        )
         prediction = guidance.predict_noise_maybe_with_cfg(
             guidance_scale > 1.0, guidance_scale, positive, negative, cfg_normalize=False
         )

@@ -140,6 +140,30 @@ def test_latents_after_20_steps(layout: Layout, latents: Latents) -> None:
         assert torch.equal(actual, latents(replace(layout, cfg=1), *of))
 
 
+@pytest.mark.parametrize("layout", [Layout(2, 2, 2, sequence_parallel=True), Layout(1, 2, 1)], ids=str)
+def test_cached_steps(layout: Layout, run: Run, checkpoints: dict[int, str]) -> None:
+    """Ranks decide alike, a branch as in a process of its own, and pads (NaN) have no say."""
+    arguments = (checkpoints[FEW_HEADS], LATENT_SHAPE, 4.0)
+    [(expected, alone, report)] = run(Topology(), layout_ranks.denoise_cached, *arguments, False)
+    results = run(layout.topology, layout_ranks.denoise_cached, *arguments, layout.sequence_parallel)
+    assert all(torch.equal(latents, results[0][0]) for latents, _, _ in results)
+    assert relative_l2(results[0][0], expected) <= 1e-4
+    recorded: dict[tuple[str, str], list[Any]] = {}
+    for _, records, _ in results:
+        assert len(records) == 4 // layout.cfg
+        for key, steps in records.items():
+            # The changes too, to the last bit: a rank that measured for itself would have its own.
+            assert str(recorded.setdefault(key, steps)) == str(steps)
+    assert {key: [step.cached for step in steps] for key, steps in recorded.items()} == {
+        key: [step.cached for step in steps] for key, steps in alone.items()
+    }
+    assert all({step.cached for step in steps} == {True, False} for steps in alone.values())
+    reported = results[0][2]
+    for name, branches in report.items():
+        for branch, of in branches.items():
+            assert reported[name][branch]["cached_steps"] == of["cached_steps"]
+
+
 @pytest.mark.parametrize(("cp", "method"), [(2, "gather"), (4, "gather"), (8, "gather"), (8, "ring")])
 def test_a_token_count_that_cp_does_not_divide(
     run: Run, checkpoints: dict[int, str], cp: int, method: ContextMethod

@@ -79,8 +79,9 @@ class CachedExpert:
         embedded = self.model.embed(latents, timestep, first_frame_timestep)
         tokens = self.model.run_blocks(embedded, cross_attention, latents.shape, 0, self.first)
         added = tokens.hidden - embedded.hidden
-        sizes = torch.stack([(added.float() - previous.float()).abs(), previous.float().abs()])
-        sums = torch.where(self._holds_token(latents.shape)[:, None], sizes, 0.0).flatten(1).sum(1)[None]
+        holds_token, before = self._holds_token(latents.shape)[:, None], previous.float()
+        sizes = [(added.float() - before).abs(), before.abs()]
+        sums = torch.stack([torch.where(holds_token, size, 0.0).sum() for size in sizes])[None]
         # Gathered and added in one order everywhere, rather than reduced: the same bits whatever a collective does.
         for group in self.groups:
             sums = group.all_gather(sums, 0).sum(0, keepdim=True)
