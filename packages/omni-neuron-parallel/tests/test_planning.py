@@ -65,7 +65,6 @@ def model(layers: int = 2, heads: int = 8, head_dim: int = 16) -> ModelSizes:
         vae=VaeSizes(
             parameters=1000,
             latent_channels=16,
-            out_channels=3,
             spatial_stride=8,
             temporal_stride=4,
             cached_elements=100,

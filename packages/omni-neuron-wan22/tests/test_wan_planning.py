@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,9 +125,23 @@ def test_parameters_of_a14b() -> None:
     assert (sizes.experts, sizes.layers, sizes.heads, sizes.hidden, sizes.ffn) == (2, 40, 40, 5120, 13824)
 
 
-@pytest.mark.parametrize("change", [{}, {"base_dim": 16, "num_res_blocks": 1}])
-def test_vae_sizes_are_those_of_the_decoder(change: dict[str, int]) -> None:
-    config = VaeConfig(latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16, **change)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"base_dim": 16, "num_res_blocks": 1},
+        {
+            "decoder_base_dim": 256,
+            "is_residual": True,
+            "in_channels": 12,
+            "out_channels": 12,
+            "patch_size": 2,
+            "scale_factor_spatial": 16,
+        },
+    ],
+)
+def test_vae_sizes_are_those_of_the_decoder(change: dict[str, Any]) -> None:
+    config = VaeConfig(latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16, **change)
     with torch.device("meta"):
         module = NeuronAutoencoderKLWan(config)
         cache = module.decoder.empty_feature_cache(torch.empty(1, config.z_dim, 1, 8, 12))

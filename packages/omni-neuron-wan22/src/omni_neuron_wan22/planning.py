@@ -125,7 +125,7 @@ def _text_encoder(config: UMT5Config) -> Weights:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of the decoder: its parameters, the channels it remembers between frames, and its place.
+    """A layer of the decoder: its parameters, what it remembers between frames, and its place.
 
     Attributes:
         parameters: weights and biases.
@@ -133,6 +133,7 @@ class _Layer:
         remembers: whether it keeps `CACHED_FRAMES` frames of its input.
         frames: video frames that a latent frame is at its place, at most.
         area: positions that a latent position is at its place.
+        held: elements that wait for a later layer, a latent position.
     """
 
     parameters: int
@@ -141,6 +142,7 @@ class _Layer:
     remembers: bool
     frames: int
     area: int
+    held: int
 
     @property
     def cached(self) -> int:
@@ -148,9 +150,9 @@ class _Layer:
 
     @property
     def peak(self) -> int:
-        """Shortcut, input after its remembered frames, and output."""
+        """Shortcuts, input after its remembered frames, and output."""
         extended = self.frames + (CACHED_FRAMES if self.remembers else 0)
-        return ((self.frames + extended) * self.inputs + self.frames * self.outputs) * self.area
+        return ((self.frames + extended) * self.inputs + self.frames * self.outputs) * self.area + self.held
 
 
 def _vae(config: VaeConfig) -> VaeSizes:
@@ -159,7 +161,6 @@ def _vae(config: VaeConfig) -> VaeSizes:
     return VaeSizes(
         parameters=sum(layer.parameters for layer in layers),
         latent_channels=config.z_dim,
-        out_channels=config.out_channels,
         spatial_stride=config.scale_factor_spatial,
         temporal_stride=config.scale_factor_temporal,
         cached_elements=sum(layer.cached for layer in layers),
@@ -171,11 +172,11 @@ def _vae(config: VaeConfig) -> VaeSizes:
 
 def _decoder_layers(config: VaeConfig) -> Iterator[_Layer]:
     """The layers of `NeuronAutoencoderKLWan` in the order of `NeuronWanDecoder3d.forward`."""
-    frames, area = 1, 1
+    frames, area, held = 1, 1, 0
 
     def conv(inputs: int, outputs: int, kernel: tuple[int, int, int]) -> _Layer:
         volume = kernel[0] * kernel[1] * kernel[2]
-        return _Layer(outputs * (inputs * volume + 1), inputs, outputs, kernel[0] > 1, frames, area)
+        return _Layer(outputs * (inputs * volume + 1), inputs, outputs, kernel[0] > 1, frames, area, held)
 
     def residual(inputs: int, outputs: int) -> Iterator[_Layer]:
         yield from (norm(inputs), conv(inputs, outputs, (3, 3, 3)), norm(outputs), conv(outputs, outputs, (3, 3, 3)))
@@ -183,7 +184,7 @@ def _decoder_layers(config: VaeConfig) -> Iterator[_Layer]:
             yield conv(inputs, outputs, (1, 1, 1))
 
     def norm(channels: int) -> _Layer:
-        return _Layer(channels, channels, channels, False, frames, area)
+        return _Layer(channels, channels, channels, False, frames, area, held)
 
     dims, temporal = config.decoder_dims, tuple(reversed(config.temperal_downsample))
     yield conv(config.z_dim, config.z_dim, (1, 1, 1))
@@ -191,17 +192,23 @@ def _decoder_layers(config: VaeConfig) -> Iterator[_Layer]:
     yield from residual(dims[0], dims[0])
     yield from (norm(dims[0]), conv(dims[0], 3 * dims[0], (1, 1, 1)), conv(dims[0], dims[0], (1, 1, 1)))
     yield from residual(dims[0], dims[0])
-    for index, (inputs, channels) in enumerate(pairwise(dims)):
-        # Every resampling but the missing last one halves the channels.
-        entering = inputs if index == 0 else inputs // 2
+    entering = dims[0]
+    for index, channels in enumerate(dims[1:]):
+        last = index == len(dims) - 2
+        # VAE 2.2's blocks add their input at their end, where they resample.
+        held = entering * frames * area if config.is_residual and not last else 0
         for pair in pairwise([entering] + [channels] * (config.num_res_blocks + 1)):
             yield from residual(*pair)
-        if index == len(dims) - 2:
+        if last:
             break
+        entering = channels if config.is_residual else channels // 2
         if temporal[index]:
             yield conv(channels, 2 * channels, (3, 1, 1))
             frames *= 2
         area *= 4
-        yield conv(channels, channels // 2, (1, 3, 3))
+        yield conv(channels, entering, (1, 3, 3))
+        if config.is_residual:
+            # What the block gives, and its input before and after its repetitions are in order.
+            yield _Layer(0, channels, channels, False, frames, area, held)
     yield norm(dims[-1])
     yield conv(dims[-1], config.out_channels, (3, 3, 3))

@@ -19,7 +19,7 @@ from omni_neuron_parallel import AxisGroup, TilePlan, run_tiles
 from omni_neuron_wan22.config import VaeConfig, WanConfigError
 from omni_neuron_wan22.vae_decoder import NeuronWanDecoder3d
 from omni_neuron_wan22.vae_encoder import NeuronWanEncoder3d
-from omni_neuron_wan22.vae_layers import WanCausalConv3d, patchify, unpatchify
+from omni_neuron_wan22.vae_layers import patchify, unpatchify
 
 
 @dataclass(frozen=True)
@@ -99,23 +99,21 @@ class NeuronAutoencoderKLWan(nn.Module):
         super().__init__()
         self.config = config
         self.tiling: VaeTiling | None = None
-        self.post_quant_conv = WanCausalConv3d(config.z_dim, config.z_dim, (1, 1, 1))
         self.decoder = NeuronWanDecoder3d(config)
         self.has_encoder = encoder
         if encoder:
             self.encoder = NeuronWanEncoder3d(config)
-            self.quant_conv = WanCausalConv3d(2 * config.z_dim, 2 * config.z_dim, (1, 1, 1))
         self.requires_grad_(False)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and activations."""
-        return self.post_quant_conv.weight.dtype
+        return self.decoder.conv_in.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.post_quant_conv.weight.device
+        return self.decoder.conv_in.weight.device
 
     def enable_tiling(self, tiling: VaeTiling | None = None) -> None:
         """Encode and decode tile by tile from now on, by default in diffusers' tiles of 256 pixels every 192."""
@@ -162,10 +160,12 @@ class NeuronAutoencoderKLWan(nn.Module):
         self._check_video(video)
         tiling, group = tiling or self.tiling, group or AxisGroup("vae_patch")
         frames = (video.shape[2] - 1) // self.config.scale_factor_temporal + 1
+        # From the host, so that chunks and tiles reach the device in one piece, of one layout and in the VAE's dtype.
+        video = video.cpu()
         if tiling is None and group.ranks == (0,):
             return _on_host(self._encode_chunks(video), frames)
         return run_tiles(
-            video.cpu(),
+            video,
             self._encode_chunks,
             (tiling or VaeTiling()).encoding_plan(*video.shape[3:], self.config),
             channels=self.config.z_dim,
@@ -203,12 +203,13 @@ class NeuronAutoencoderKLWan(nn.Module):
         """
         tiling, group = tiling or self.tiling, group or AxisGroup("vae_patch")
         frames = self.config.scale_factor_temporal * (latents.shape[2] - 1) + 1
+        latents = latents.cpu()
         video: torch.Tensor | None
         if tiling is None and group.ranks == (0,):
             video = _on_host(self._decode_chunks(latents), frames)
         else:
             video = run_tiles(
-                latents.cpu(),
+                latents,
                 self._decode_chunks,
                 (tiling or VaeTiling()).decoding_plan(*latents.shape[3:], self.config),
                 channels=self.config.out_channels,
@@ -222,24 +223,24 @@ class NeuronAutoencoderKLWan(nn.Module):
         return video if self.config.patch == 1 else unpatchify(video, self.config.patch)
 
     def _encode_chunks(self, video: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The latent frames of `video`, whole or a tile of it, one by one."""
+        """The latent frames of `video` (on the host; whole or a tile of it), one by one."""
         stride = self.config.scale_factor_temporal
         feature_cache: list[torch.Tensor] | None = None
         for first in (0, *range(1, video.shape[2], stride)):
             frames = video[:, :, first : first + stride] if first else video[:, :, :1]
             frames = frames if self.config.patch == 1 else patchify(frames, self.config.patch)
             # Contiguous: the strides of a slice depend on the number of frames, and other strides are another graph.
-            chunk = frames.to(self.device, self.dtype).contiguous()
+            chunk = frames.to(self.dtype).contiguous().to(self.device)
             if feature_cache is None:
                 feature_cache = self.encoder.empty_feature_cache(chunk)
-            moments, feature_cache = self.encoder(chunk, feature_cache, first_chunk=not first)
-            yield self.quant_conv(moments)[:, : self.config.z_dim]
+            latent_frame, feature_cache = self.encoder(chunk, feature_cache, first_chunk=not first)
+            yield latent_frame
 
     def _decode_chunks(self, latents: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The frames of each latent frame in turn, not yet clamped; VAE 2.2's in patches."""
+        """The frames of each latent frame (on the host) in turn, not yet clamped; VAE 2.2's in patches."""
         feature_cache: list[torch.Tensor] | None = None
         for index in range(latents.shape[2]):
-            frame = self.post_quant_conv(latents[:, :, index : index + 1].to(self.device).contiguous())
+            frame = latents[:, :, index : index + 1].to(self.dtype).contiguous().to(self.device)
             if feature_cache is None:
                 feature_cache = self.decoder.empty_feature_cache(frame)
             frames, feature_cache = self.decoder(frame, feature_cache, first_chunk=index == 0)

@@ -107,6 +107,7 @@ class NeuronWanDecoder3d(nn.Module):
         super().__init__()
         dims = config.decoder_dims
         temporal = tuple(reversed(config.temperal_downsample))
+        self.post_quant_conv = WanCausalConv3d(config.z_dim, config.z_dim, (1, 1, 1))
         self.conv_in = WanCausalConv3d(config.z_dim, dims[0], (3, 3, 3))
         self.mid_block = WanMidBlock(dims[0])
         blocks: list[nn.Module] = []
@@ -128,7 +129,7 @@ class NeuronWanDecoder3d(nn.Module):
         """Decode `[B, z, 1, h, w]`.
 
         Args:
-            latent_frame: one latent frame after `post_quant_conv`.
+            latent_frame: one latent frame in the VAE's own scale.
             feature_cache: as `empty_feature_cache` makes it, then what the last call returned.
             first_chunk: whether this is the first latent frame.
 
@@ -137,7 +138,8 @@ class NeuronWanDecoder3d(nn.Module):
             are patches, see `unpatchify`.
         """
         cache = FeatureCache(feature_cache)
-        frames = self.mid_block(self.conv_in(latent_frame, cache), cache)
+        frames = self.conv_in(self.post_quant_conv(latent_frame), cache)
+        frames = self.mid_block(frames, cache)
         for block in self.up_blocks:
             frames = block(frames, cache, first_chunk)
         frames = self.conv_out(F.silu(self.norm_out(frames)), cache)

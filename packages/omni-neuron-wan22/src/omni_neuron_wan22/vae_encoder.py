@@ -104,6 +104,7 @@ class NeuronWanEncoder3d(nn.Module):
         self.mid_block = WanMidBlock(dims[-1])
         self.norm_out = WanRMSNorm(dims[-1])
         self.conv_out = WanCausalConv3d(dims[-1], 2 * config.z_dim, (3, 3, 3))
+        self.quant_conv = WanCausalConv3d(2 * config.z_dim, 2 * config.z_dim, (1, 1, 1))
 
     def forward(
         self, chunk: torch.Tensor, feature_cache: list[torch.Tensor], *, first_chunk: bool
@@ -116,7 +117,7 @@ class NeuronWanEncoder3d(nn.Module):
             first_chunk: whether this is the first video frame.
 
         Returns:
-            `[B, 2 z, 1, H / 8, W / 8]` before `quant_conv`, and the new feature cache, shapes unchanged.
+            The posterior's mode `[B, z, 1, H / 8, W / 8]` and the new feature cache, shapes unchanged.
         """
         cache = FeatureCache(feature_cache)
         frames = self.conv_in(chunk, cache)
@@ -124,8 +125,9 @@ class NeuronWanEncoder3d(nn.Module):
             plain = isinstance(block, WanResidualBlock)
             frames = block(frames, cache) if plain else block(frames, cache, first_chunk)
         frames = self.mid_block(frames, cache)
-        frames = self.conv_out(F.silu(self.norm_out(frames)), cache)
-        return frames, cache.future
+        moments = self.quant_conv(self.conv_out(F.silu(self.norm_out(frames)), cache))
+        # The mean of a normal distribution is its mode; the other half is the logarithm of its variance.
+        return moments.chunk(2, dim=1)[0].contiguous(), cache.future
 
     def empty_feature_cache(self, chunk: torch.Tensor) -> list[torch.Tensor]:
         """What the first call takes, for video frames of this size."""
