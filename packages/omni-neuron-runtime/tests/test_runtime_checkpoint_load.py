@@ -352,3 +352,13 @@ def test_prefetch_takes_nothing_for_padding_and_for_loaders_that_need_data(tmp_p
 def test_no_process_group_is_needed(folder):
     assert not torch.distributed.is_initialized()
     SafetensorsCheckpoint(folder).load_sharded_pipelined(3, 4, _model(4), MAPPING, "cpu")
+
+
+def test_a_few_tensors_are_read_whole(folder, tensors):
+    read = SafetensorsCheckpoint(folder).read(["scale", "up.weight"])
+    assert list(read) == ["scale", "up.weight"]
+    for key, tensor in read.items():
+        assert torch.equal(tensor, tensors[key])
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    with pytest.raises(CheckpointError, match="has no tensor 'other'"):
+        SafetensorsCheckpoint(folder).read(["other"])

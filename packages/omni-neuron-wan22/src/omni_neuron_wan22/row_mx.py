@@ -17,7 +17,13 @@ from omni_neuron_kernels import fp8_mlp, fp8_output_projection, fp8_qkv_projecti
 from omni_neuron_parallel import AxisGroup, ColumnParallelLinear, RowParallelLinear
 from omni_neuron_runtime import SafetensorsWeightLoader, get_weight_loader, set_weight_loader
 from omni_neuron_wan22.comfyui import FP8
-from omni_neuron_wan22.transformer import WanCrossAttention, WanSelfAttention, WanTransformer3DModel
+from omni_neuron_wan22.transformer import (
+    WanCrossAttention,
+    WanFeedForward,
+    WanSelfAttention,
+    WanTransformer3DModel,
+    WanTransformerBlock,
+)
 
 # The kernel's inner width on a rank is a multiple of this; zeros fill it up.
 _INNER_MULTIPLE = 128
@@ -34,6 +40,7 @@ def use_row_mx(model: WanTransformer3DModel, modules: Collection[str], *, native
     config = model.config
     dim, heads, head_dim = config.hidden_size, config.num_attention_heads, config.attention_head_dim
     for block in model.blocks:
+        assert isinstance(block, WanTransformerBlock)
         if "attn1" in modules:
             block.attn1 = RowMxSelfAttention(
                 dim,
@@ -75,6 +82,12 @@ def _keep_fp8(layer: nn.Module, sources: int = 1) -> None:
     set_weight_loader(layer.weight_scale, loader)
 
 
+def _scale(layer: nn.Module) -> torch.Tensor:
+    scale = layer.weight_scale
+    assert isinstance(scale, torch.Tensor)
+    return scale
+
+
 class RowMxOutputProjection(RowParallelLinear):
     """`WanOutputProjection` with an FP8 weight."""
 
@@ -110,7 +123,7 @@ class RowMxSelfAttention(WanSelfAttention):
         return fp8_qkv_projection(
             *row_quantize(hidden),
             self.qkv.weight,
-            self.qkv.weight_scale,
+            _scale(self.qkv),
             self.qkv.bias,
             heads=(self.num_heads, self.num_heads),
             head_dim=self.head_dim,
@@ -171,7 +184,7 @@ class RowMxCrossAttention(WanCrossAttention):
         return fp8_qkv_projection(
             *tokens,
             layer.weight,
-            layer.weight_scale,
+            _scale(layer),
             layer.bias,
             heads=(self.num_heads, 0),
             head_dim=self.head_dim,
@@ -184,11 +197,11 @@ class RowMxCrossAttention(WanCrossAttention):
         )[0]
 
 
-class RowMxFeedForward(nn.Module):
+class RowMxFeedForward(WanFeedForward):
     """`WanFeedForward` with FP8 weights; a rank's inner features are padded to what the kernel takes."""
 
     def __init__(self, dim: int, inner_dim: int, *, group: AxisGroup, sequence_parallel: bool, native: bool) -> None:
-        super().__init__()
+        super().__init__(dim, inner_dim, group=group, sequence_parallel=sequence_parallel)
         self.native = native
         self.up = ColumnParallelLinear(dim, inner_dim, multiple_of=_INNER_MULTIPLE, group=group)
         self.down = RowParallelLinear(
@@ -204,10 +217,10 @@ class RowMxFeedForward(nn.Module):
         partial = fp8_mlp(
             *row_quantize(hidden),
             up.weight,
-            up.weight_scale,
+            _scale(up),
             up.bias,
             down.weight,
-            down.weight_scale,
+            _scale(down),
             down.bias,
             dtype=hidden.dtype,
             native=self.native,
