@@ -6,15 +6,27 @@ Nothing here imports vLLM, so that ranks start quickly.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from diffusers import WanTransformer3DModel as DiffusersTransformer
 
-from omni_neuron_parallel import NeuronCFGParallelMixin, Topology, destroy_parallel, get_topology, initialize_parallel
-from omni_neuron_wan22 import WanCheckpoint, load_transformer
+from omni_neuron_parallel import (
+    NeuronCFGParallelMixin,
+    Topology,
+    destroy_parallel,
+    get_group,
+    get_topology,
+    initialize_parallel,
+)
+from omni_neuron_wan22 import WanCheckpoint, WanTransformer3DModel, load_transformer
+from vllm_omni_neuron.capture import Ranks, TensorCapture
 
+# Tokens replicated or split over TP, features split over TP.
+CAPTURED = ["blocks.0-1", "blocks.0.attn1", "blocks.1.attn2.q", "blocks.1.ffn", "proj_out"]
 GUIDANCE = {"transformer": 4.0, "transformer_2": 3.0}
 
 
@@ -91,18 +103,46 @@ def diffusers_in_low_precision(path: Path, steps: list[TeacherStep]) -> list[tor
 
 def ours(topology: Topology, path: str, teacher: str, dtypes: list[torch.dtype]) -> list[list[torch.Tensor]]:
     """Our experts' predictions on this rank for the steps in the file `teacher`, by dtype."""
-    steps = [TeacherStep(*step) for step in torch.load(teacher, weights_only=True)]
-    initialize_parallel(topology)
+    steps = read_steps(teacher)
+    with _layout(topology):
+        return [_predict(Guidance(), steps, _experts(path, dtype), dtype) for dtype in dtypes]
+
+
+def capture(topology: Topology, path: str, teacher: str, folder: str, sequence_parallel: bool) -> None:
+    """Capture the modules of `CAPTURED` in the teacher's first and last step, in float32, as an engine's workers do."""
+    steps = [read_steps(teacher)[index] for index in (0, -1)]
+    with _layout(topology):
+        experts = _experts(path, torch.float32, sequence_parallel=sequence_parallel)
+        guidance, ranks = Guidance(), Ranks(*(get_group(axis).rank for axis in ("tp", "cp", "cfg")))
+        recorder = TensorCapture({"modules": CAPTURED, "capture_dir": folder}, experts, lambda: ranks)
+        recorder.observe(guidance)
+        recorder.enable()
+        _predict(guidance, steps, experts, torch.float32)
+
+
+def read_steps(teacher: str) -> list[TeacherStep]:
+    return [TeacherStep(*step) for step in torch.load(teacher, weights_only=True)]
+
+
+@contextlib.contextmanager
+def _layout(topology: Topology) -> Iterator[None]:
+    if topology.world_size > 1:
+        initialize_parallel(topology)
     try:
         with torch.no_grad():
-            return [_predict(path, steps, dtype) for dtype in dtypes]
+            yield
     finally:
         destroy_parallel()  # other tests use the pool with other topologies
 
 
-def _predict(path: str, steps: list[TeacherStep], dtype: torch.dtype) -> list[torch.Tensor]:
-    checkpoint, guidance = WanCheckpoint(Path(path)), Guidance()
-    experts = {expert: load_transformer(checkpoint, expert, dtype=dtype) for expert in checkpoint.experts}
+def _experts(path: str, dtype: torch.dtype, **options: Any) -> dict[str, WanTransformer3DModel]:
+    checkpoint = WanCheckpoint(Path(path))
+    return {expert: load_transformer(checkpoint, expert, dtype=dtype, **options) for expert in checkpoint.experts}
+
+
+def _predict(
+    guidance: Guidance, steps: list[TeacherStep], experts: dict[str, WanTransformer3DModel], dtype: torch.dtype
+) -> list[torch.Tensor]:
     caches = {
         expert: [model.project_cross_attention_kv(text.to(dtype)) for text in steps[0].texts]
         for expert, model in experts.items()
