@@ -64,6 +64,8 @@ def plot_lines(panels: Sequence[Panel]) -> str:
                 axes.set_yscale("log")
             axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
             axes.grid(alpha=0.3)
+            if panel.x is None:
+                axes.xaxis.get_major_locator().set_params(integer=True)
             if len([label for label in panel.lines if label]) or panel.limit is not None:
                 axes.legend()
         return _svg(figure)
@@ -91,6 +93,7 @@ def plot_heat_map(
         picture = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0.0, interpolation="nearest")
         axes.set_yticks(range(len(rows)), rows)
         axes.set(title=title, xlabel=x_label)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(picture, ax=axes, label=colour_label)
         return _svg(figure)
 
