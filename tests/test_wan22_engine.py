@@ -20,8 +20,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from omni_neuron_wan22 import NeuronFlowUniPCMultistepScheduler, make_tiny_checkpoint
+from omni_neuron_wan22 import NeuronFlowUniPCMultistepScheduler, TinyWan, make_tiny_checkpoint
 
 pytestmark = pytest.mark.engine
 RUN = Path(__file__).with_name("wan22_engine_run.py")
@@ -56,7 +57,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("wan-i2v") / "tiny-i2v", TinyWan(task="i2v"))
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path, image_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """The folder with a subfolder for each layout, and each engine's log.
 
     One engine after the other in one process, those of TP 2 and 4 after a worker of the last engine was killed. Every
@@ -64,6 +70,7 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     """
     folder = tmp_path_factory.mktemp("engines")
     layouts = {f"TP{size}": {"tensor_parallel_size": size} for size in (1, 2, 4)} | LAYOUTS
+    layouts["image"] = {"tensor_parallel_size": 2, "image_to_video": str(image_model)}
     with (folder / "log.txt").open("w") as stream:
         result = subprocess.run(
             [sys.executable, str(RUN), str(model), str(folder), json.dumps(layouts)],
@@ -138,11 +145,54 @@ def test_frames_are_those_of_diffusers_at_every_size(runs: dict, diffusers_frame
         assert report["workers"] == (size if size > 1 else 0)
 
 
+def test_image_to_video_makes_the_frames_of_diffusers(engines: tuple[Path, dict[str, str]], image_model: Path) -> None:
+    from diffusers import WanImageToVideoPipeline
+
+    folder = engines[0] / "image"
+    report = json.loads((folder / "report.json").read_text())
+    with contextlib.redirect_stderr(io.StringIO()):
+        pipeline = WanImageToVideoPipeline.from_pretrained(image_model)
+    pipeline.scheduler = NeuronFlowUniPCMultistepScheduler(shift=5.0)
+    pipeline.set_progress_bar_config(disable=True)
+    images = {"image": Image.open(folder / "first.png"), "last_image": Image.open(folder / "last.png")}
+    texts = {"prompt": "A red circle moving right.", "negative_prompt": "blurry"}
+    generator = torch.Generator().manual_seed(11)
+    expected = pipeline(**images, **texts, **REQUEST, guidance_scale=4.0, generator=generator).frames
+    frames = np.load(folder / "frames.npy")
+    assert frames.shape == expected.shape == (1, 9, 64, 96, 3)
+    assert np.linalg.norm(frames - expected) <= 1e-3 * np.linalg.norm(expected)
+    generation = report["generation"]
+    assert generation["boundary_ratio"] == 0.9
+    assert generation["image"] == {"size": [96, 64], "policy": "resize", "aspect_error": 0.0}
+    assert set(generation["seconds"]) == {"text", "image", "denoise", "vae", "transfer"}
+    assert report["last_frame_matters"]
+    assert "there is no image, which this model needs" in report["no_image"]
+    assert "image = 'nowhere.png' cannot be read" in report["no_file"]
+
+
 def test_same_seed_same_bits(runs: dict) -> None:
     for report, _ in runs.values():
         assert report["same_seed_is_bit_equal"]
         assert report["other_seed_differs"]
         assert report["generator_continues"]
+
+
+def test_several_videos_of_one_request(runs: dict) -> None:
+    for report, _ in runs.values():
+        videos = report["videos"]
+        assert videos["bit_equal"] and videos["generators"] and videos["generator_goes_on"]
+        assert videos["report"] == {
+            "num_outputs_per_prompt": 2,
+            "seed": 11,
+            "seeds": [11, 12],
+            "steps_per_expert": {"transformer": 1, "transformer_2": 1},
+        }
+
+
+def test_the_guides_python_examples_run(engines: tuple[Path, dict[str, str]]) -> None:
+    guide = json.loads((engines[0] / "guide.json").read_text())
+    assert guide["error"] is None, guide["error"]
+    assert len(guide["done"]) >= 9
 
 
 def test_reports(runs: dict) -> None:
@@ -152,7 +202,7 @@ def test_reports(runs: dict) -> None:
         assert generation["guidance_per_expert"] == {"transformer": 4.0, "transformer_2": 4.0}
         assert generation["layout"] == {"tp": size, "cp": 1, "cfg": 1}
         assert (generation["seed"], generation["model"], generation["dtype"]) == (11, "tiny", "float32")
-        assert set(generation["seconds"]) == {"text", "denoise", "vae"}
+        assert set(generation["seconds"]) == {"text", "denoise", "vae", "transfer"}
         assert report["euler"]["generation"]["sample_solver"] == "euler"
         assert report["euler"]["generation"]["flow_shift"] == 12.0
         assert report["rounded"] == [1, 5, 64, 96, 3]

@@ -2,9 +2,10 @@
 """Run by test_wan22_engine.py: engines of several layouts, one after the other in one process (vLLM imports slowly).
 
 For each it writes a report, latents and frames into a folder of the layout's name, and to stdout `ENGINE_STARTS` and
-the name, so that the log can be told apart.
+the name, so that the log can be told apart. Then the Python examples of docs/features.md run, which start their own.
 
-usage: wan22_engine_run.py MODEL OUTPUT_FOLDER LAYOUTS_JSON, layouts being {name: settings of the engine}
+usage: wan22_engine_run.py MODEL OUTPUT_FOLDER LAYOUTS_JSON, layouts being {name: settings of the engine}, among them
+"image_to_video": PATH for an image-to-video checkpoint instead of MODEL
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from guide_blocks import run_python
+from PIL import Image
 from vllm_omni.entrypoints.omni import Omni
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
@@ -42,17 +45,21 @@ def main() -> None:
     for name, settings in layouts.items():
         print(ENGINE_STARTS, name, flush=True)
         (folder / name).mkdir()
-        omni = Omni(model=model, dtype="float32", **settings)
+        image_to_video = settings.pop("image_to_video", None)
+        omni = Omni(model=image_to_video or model, dtype="float32", **settings)
 
-        def generate(omni: Omni = omni, **changes: Any) -> Any:
-            [output] = omni.generate(PROMPT, parameters(**changes), use_tqdm=False)
+        def generate(omni: Omni = omni, prompt: Any = PROMPT, **changes: Any) -> Any:
+            [output] = omni.generate(prompt, parameters(**changes), use_tqdm=False)
             return output
 
         # The layouts of tensor parallelism alone are looked at from every side, the others compared with them.
         run = run_tensor_parallel if set(settings) <= {"tensor_parallel_size"} else run_layout
+        run = run if image_to_video is None else run_image_to_video
         report = run(generate, folder / name)
         omni.close()
         (folder / name / "report.json").write_text(json.dumps(report))
+    print(ENGINE_STARTS, "guide", flush=True)
+    (folder / "guide.json").write_text(json.dumps(run_python(folder)))
 
 
 def run_tensor_parallel(generate: Any, folder: Path) -> dict[str, Any]:
@@ -68,6 +75,7 @@ def run_tensor_parallel(generate: Any, folder: Path) -> dict[str, Any]:
         "other_seed_differs": not np.array_equal(frames, np.asarray(generate(seed=12).images[0])),
         # The state of the caller's generator travels to the workers; a copy of its seed would give other noise.
         "generator_continues": _generator_continues(generate),
+        "videos": _videos(generate),
         "rounded": list(np.asarray(generate(height=70, width=100, num_frames=6).images[0]).shape),
         "euler": generate(extra_args={"sample_solver": "euler", "flow_shift": 12.0}).multimodal_output["metadata"],
     }
@@ -95,6 +103,29 @@ def run_layout(generate: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def run_image_to_video(generate: Any, folder: Path) -> dict[str, Any]:
+    """A first frame from a file and a last one from memory; then what comes of requests without an image."""
+    file, last = folder / "first.png", _gradient(1)
+    _gradient(0).save(file)
+    last.save(folder / "last.png")
+    prompt = {**PROMPT, "multi_modal_data": {"image": str(file), "last_image": last}}
+    output = generate(prompt=prompt)
+    np.save(folder / "frames.npy", np.asarray(output.images[0]))
+    without = {**prompt, "multi_modal_data": {"image": str(file)}}
+    return {
+        "generation": output.multimodal_output["metadata"]["generation"],
+        "last_frame_matters": not np.array_equal(output.images[0], generate(prompt=without).images[0]),
+        "no_image": _error_of(generate),
+        "no_file": _error_of(lambda: generate(prompt={**PROMPT, "multi_modal_data": {"image": "nowhere.png"}})),
+    }
+
+
+def _gradient(seed: int) -> Image.Image:
+    """An image of 96×64 pixels, the requests' size."""
+    values = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    return Image.fromarray(values).resize((96, 64), Image.Resampling.BICUBIC)
+
+
 def _generator_continues(generate: Any) -> bool:
     fresh, used = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     torch.randn(7, generator=used)
@@ -102,6 +133,26 @@ def _generator_continues(generate: Any) -> bool:
     by_latents = np.asarray(generate(latents=noise).images[0])
     by_fresh, by_used = (np.asarray(generate(generator=g).images[0]) for g in (fresh, used))
     return np.array_equal(by_latents, by_fresh) and not np.array_equal(by_fresh, by_used)
+
+
+def _videos(generate: Any) -> dict[str, Any]:
+    """Two videos of one request against the same two alone; and with generators, one for both or one for each."""
+    small = {"num_inference_steps": 2, "num_frames": 5}
+    both = generate(num_outputs_per_prompt=2, **small)
+    alone = [np.asarray(generate(seed=seed, **small).images[0]) for seed in (11, 12)]
+    report = both.multimodal_output["metadata"]["generation"]
+
+    def pair(generator: Any) -> np.ndarray:
+        return np.asarray(generate(generator=generator, num_outputs_per_prompt=2, **small).images[0])
+
+    seeded = [torch.Generator().manual_seed(seed) for seed in (11, 12)]
+    goes_on = pair(torch.Generator().manual_seed(11))
+    return {
+        "bit_equal": np.array_equal(np.asarray(both.images[0]), np.concatenate(alone)),
+        "report": {name: report[name] for name in ("num_outputs_per_prompt", "seed", "seeds", "steps_per_expert")},
+        "generators": np.array_equal(pair(seeded), np.concatenate(alone)),
+        "generator_goes_on": np.array_equal(goes_on[0], alone[0][0]) and not np.array_equal(goes_on[1], alone[1][0]),
+    }
 
 
 def _error_of(function: Any) -> str:
