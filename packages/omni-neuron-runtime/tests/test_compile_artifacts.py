@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache of compiled graphs, with stand-ins for the compiler."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tarfile
 import threading
+import time
 
 import pytest
 
@@ -98,6 +100,44 @@ def test_one_compiles_and_the_others_wait(tmp_path):
         thread.join(30)
     assert results == ["module {}"] * 4
     assert (COUNTERS.lowerings, COUNTERS.artifact_hits) == (1, 3)
+
+
+def start_an_engine(root, barrier, order, compiled):
+    """What the backends ask of the cache for three graphs; what this process compiled goes into a file."""
+
+    def make(what):
+        def now():
+            with compiled.open("a") as file:
+                file.write(f"{what}\n")
+            time.sleep(0.05)
+            return what.encode() if what.startswith("code") else what
+
+        return now
+
+    barrier.wait(30)
+    for index in order:
+        cache, key = ArtifactCache(root, wait_seconds=30), content_key(f"graph {index}", FACTS)
+        artifact = cache.module("dit", key, FACTS, make(f"module {index}"))
+        assert artifact.text == f"module {index}"
+        assert cache.executable(artifact, "ab", make(f"code {index}")) == f"code {index}".encode()
+    os._exit(0 if COUNTERS.artifact_hits + COUNTERS.lowerings == 3 else 1)
+
+
+def test_two_engines_that_start_at_once_compile_each_graph_once(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    barrier, compiled = fork.Barrier(2), tmp_path / "compiled"
+    orders = [(0, 1, 2), (2, 0, 1)]
+    engines = [
+        fork.Process(target=start_an_engine, args=(tmp_path / "cache", barrier, order, compiled)) for order in orders
+    ]
+    for engine in engines:
+        engine.start()
+    for engine in engines:
+        engine.join(60)
+    assert [engine.exitcode for engine in engines] == [0, 0]
+    assert sorted(compiled.read_text().split("\n")[:-1]) == [
+        "code 0", "code 1", "code 2", "module 0", "module 1", "module 2"
+    ]  # fmt: skip
 
 
 def test_a_killed_compiler_leaves_no_lock(tmp_path):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the backends refuse, with the message that says why; `neuron_check` needs torch only."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,6 +70,10 @@ def with_noise(x):
 
 
 def with_fft(x):
+    return torch.fft.rfft(x).abs()
+
+
+def unsupported(x):
     return torch.linalg.qr(x).R
 
 
@@ -77,7 +83,8 @@ def with_fft(x):
         (complex_rope, ["view_as_complex", "complex", "real RoPE", "pairs = torch.view_as_complex"]),
         (in_float64, ["torch.float64", "compute in float32", "return (x.double() * 2).float()"]),
         (with_noise, ["is not lowered for Neuron", "pass them in as a tensor", "torch.randn_like"]),
-        (with_fft, ["is not lowered for Neuron", "run it on the host", "torch.linalg.qr"]),
+        (with_fft, ["_fft_r2c", "Neuron has no FFT: write it as a matrix product", "torch.fft.rfft(x).abs()"]),
+        (unsupported, ["is not lowered for Neuron", "write it with other operations", "torch.linalg.qr"]),
     ],
 )
 def test_a_node_is_named_with_its_line_and_advice(function, words):
@@ -143,6 +150,23 @@ def test_a_reduction_that_is_not_lowered(world_of_four):
         return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "avg", world))
 
     assert "reduces with 'avg'; valid are sum, max" in error_of(averaged, torch.randn(4))
+
+    def uneven(x):
+        return torch.ops._c10d_functional.wait_tensor(
+            torch.ops._c10d_functional.all_to_all_single(x, [1, 1, 1, 2], [1, 1, 1, 2], world)
+        )
+
+    assert "sends parts of different sizes ([1, 1, 1, 2] to" in error_of(uneven, torch.randn(5))
+
+
+@pytest.mark.parametrize("package", ["torch_mlir", "jax"])
+def test_the_extra_is_not_installed(package, monkeypatch):
+    pytest.importorskip("torch_mlir", reason="the extra [stablehlo] is not installed")
+    monkeypatch.setitem(sys.modules, package, None)
+    run = torch.compile(lambda x: x * 2, backend="neuron_stablehlo", options=compile_options("transformer"))
+    words = r"transformer: neuron_stablehlo needs .* which do(es)? not import .*pip install .*\[stablehlo\]"
+    with torch.inference_mode(), pytest.raises(CompileError, match=words), compile_errors("transformer"):
+        run(torch.randn(4))
 
 
 def test_options():

@@ -12,8 +12,10 @@ from omni_neuron_runtime import (
     COUNTERS,
     ArtifactCache,
     CompileError,
+    KernelOp,
     compile_errors,
     compile_options,
+    register_kernel_op,
     register_process_group_replica_groups,
 )
 from omni_neuron_runtime.compile import lower_child
@@ -111,6 +113,40 @@ def test_collectives_carry_the_whole_partition(tmp_path):
     assert "torch" not in text
 
 
+def bad_reference(kind):
+    """A kernel op whose reference cannot be in a composite."""
+
+    def reference(x):
+        if kind == "communicates":
+            return torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
+        return (x.double() * 2).float()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    register_kernel_op(KernelOp(f"stablehlo_test.{kind}", run, torch.empty_like, reference, lambda: "1"))
+    return getattr(torch.ops.stablehlo_test, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("in_float64", r"model, reference of stablehlo_test.in_float64: node .*float64; .*compute in float32"),
+        ("communicates", r"reference of stablehlo_test.communicates: node .* communicates; do that outside of the op"),
+    ],
+)
+def test_a_reference_that_cannot_be_lowered(kind, words, tmp_path):
+    op = bad_reference(kind)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        settings = compile_options("model", (), str(tmp_path))
+        compiled = torch.compile(lambda x: op(x) + 1, backend="neuron_stablehlo", fullgraph=True, options=settings)
+        with torch.inference_mode(), pytest.raises(CompileError, match=words), compile_errors("model"):
+            compiled(torch.randn(4))
+    finally:
+        dist.destroy_process_group()
+
+
 RAW = "module {\n func.func @main(%arg0: !torch.vtensor<[2],f32>) -> !torch.vtensor<[2],f32> {\n  BODY\n }\n}\n"
 
 
@@ -120,6 +156,12 @@ def test_a_lowering_that_fails_names_the_line():
                       f"!torch.vtensor<[2],f32>\n  {body}")  # fmt: skip
     with pytest.raises(CompileError, match=r"graph: torch-mlir could not lower the graph .*at %0 = torch.operator"):
         lower(bad, "graph")
+
+
+def test_a_lowering_that_leaves_double_precision():
+    doubles = RAW.replace("BODY", "return %arg0 : !torch.vtensor<[2],f32>").replace("f32", "f64")
+    with pytest.raises(CompileError, match=r"graph: the lowering left a f64 tensor, .*func\.func @main"):
+        lower(doubles, "graph")
 
 
 def test_a_lowering_has_limits():
@@ -143,3 +185,18 @@ def test_double_precision_scalars_get_the_dtype_that_they_are_converted_to():
     tidied = lower_child.tidy(text)
     assert "%2 = stablehlo.constant dense<0xFF80> : tensor<bf16>" in tidied
     assert "%3 = stablehlo.constant dense<3.0> : tensor<f32>" in tidied
+
+
+def test_functions_have_constants_of_their_own():
+    text = """
+  func.func @main() -> tensor<f32> {
+    %c = stablehlo.constant dense<2.0> : tensor<f64>
+    %0 = stablehlo.convert %c : (tensor<f64>) -> tensor<f32>
+    return %0 : tensor<f32>
+  }
+  func.func @other(%c: tensor<f64>) -> tensor<f32> {
+    %0 = stablehlo.convert %c : (tensor<f64>) -> tensor<f32>
+    return %0 : tensor<f32>
+  }
+"""
+    assert lower_child.tidy(text).count("stablehlo.constant") == 1

@@ -11,9 +11,11 @@ import sys
 import types
 
 import pytest
+import torch
 
 from omni_neuron_runtime import (
     EnvironmentVariableError,
+    KernelOp,
     NeuronPackageError,
     autoload_problem,
     device_count,
@@ -26,8 +28,10 @@ from omni_neuron_runtime import (
     neuron_packages,
     partition_of,
     platform_target,
+    register_kernel_op,
     register_process_group_replica_groups,
 )
+from omni_neuron_runtime.compile import kernel_ops
 
 
 def _install(monkeypatch, name, **attributes):
@@ -61,12 +65,16 @@ def calls():
 
 @pytest.fixture
 def lite(monkeypatch, calls):
-    """Recorded: `_compiler.device_count()`, `.compile.platform.get_platform_target()` and `HBM_MEMORY_GB`,
-    `.compile.native_backend.register()`, `_compiler.distributed.mesh_registry._MESH_REGISTRY`."""
+    """Recorded: `_compiler.device_count()` and `.nki_op(name, fn=None, mutates_args=())`,
+    `.compile.platform.get_platform_target()` and `HBM_MEMORY_GB`, `.compile.native_backend.register()`,
+    `_compiler.distributed.mesh_registry._MESH_REGISTRY`."""
 
     def lite_device_count() -> int:
         calls.append("device_count")
         return 32
+
+    def nki_op(name, fn=None, mutates_args=()):
+        calls.append((name, fn, mutates_args))
 
     def get_platform_target() -> str:
         return "trn2"
@@ -76,7 +84,7 @@ def lite(monkeypatch, calls):
         return "neuron_native_lite"
 
     registry: dict[str, list[list[int]]] = {}
-    _install(monkeypatch, "libtorch_neuronx_lite._compiler", device_count=lite_device_count)
+    _install(monkeypatch, "libtorch_neuronx_lite._compiler", device_count=lite_device_count, nki_op=nki_op)
     _install(monkeypatch, "libtorch_neuronx_lite._compiler.distributed.mesh_registry", _MESH_REGISTRY=registry)
     _install(
         monkeypatch,
@@ -146,6 +154,28 @@ def test_lite_alone(lite, calls):
     assert get_compile_backend() == "neuron_native_lite"
     assert get_dist_backend() == "cpu:gloo,neuron:neuron"
     assert calls == ["device_count", "register"]
+
+
+def test_kernel_ops_are_lites_once_its_backend_is_there(lite, calls, monkeypatch):
+    monkeypatch.setattr(kernel_ops, "_ops", {})
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    op = KernelOp("seam_test.double", double, torch.empty_like, double, lambda: "1")
+    register_kernel_op(op)
+    assert calls == [] and not hasattr(torch.ops.seam_test, "double")
+    for _ in range(2):
+        get_compile_backend()
+    assert calls == ["register", ("seam_test::double", double, ()), "register"]
+    with pytest.raises(ValueError, match=r"kernel op 'seam_test\.double' is registered already"):
+        register_kernel_op(op)
+    with pytest.raises(ValueError, match=r"kernel op 'double': valid is namespace\.name"):
+        register_kernel_op(KernelOp("double", double, torch.empty_like, double, lambda: "1"))
+    # Without Lite, as in CPU mode, it is torch's at once.
+    monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "1")
+    register_kernel_op(KernelOp("seam_test.twice", double, torch.empty_like, double, lambda: "1"))
+    assert torch.ops.seam_test.twice(torch.ones(1)).item() == 2
 
 
 def test_lites_memory_table_comes_before_ours(lite):

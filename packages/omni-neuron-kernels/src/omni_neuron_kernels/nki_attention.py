@@ -7,6 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch._guards import detect_fake_mode
 
 from omni_neuron_kernels.nki_launch import CORES, dtype_limit, kernels_of
 from omni_neuron_kernels.reference_attention import RingAttention, RingGroup
@@ -58,12 +59,18 @@ def prepared(
         chosen = mask[:, :, None, None]
         k = torch.where(chosen, k, statistics.example[:, None].to(k.dtype))
         v = torch.where(chosen, v, 0)
-    # The regimes are part of the kernel that is compiled, so they are read back here.
-    regimes, shifts = softmax_regimes(q, statistics, scale=scale)
-    flat = tuple(regime for heads in regimes for regime in heads)
+    regime: Regime = "running_maximum"
+    flat = (regime,) * (q.shape[0] * q.shape[2])
+    biases: tuple[torch.Tensor, ...] = ()
+    if detect_fake_mode((q, k, v)) is None:
+        # The regimes are part of the kernel that is compiled, so they are read back here. In a graph there is nothing
+        # to read yet, and one graph serves all data: every head keeps the running maximum.
+        regimes, shifts = softmax_regimes(q, statistics, scale=scale)
+        flat = tuple(regime for heads in regimes for regime in heads)
+        biases = (-shifts.flatten(0, 1),) if "tile_shift" in flat else ()
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (q, k, v))
     masks = () if mask is None else (mask.to(k.dtype),)
-    return Prepared((q, k, v), flat, masks, (-shifts.flatten(0, 1),) if "tile_shift" in flat else ())
+    return Prepared((q, k, v), flat, masks, biases)
 
 
 def flash_attention(

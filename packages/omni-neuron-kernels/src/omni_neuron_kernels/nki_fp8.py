@@ -97,24 +97,56 @@ def fp8_qkv_projection(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `ops_fp8.fp8_qkv_projection`."""
-    batch, length, _ = x.shape
-    rows = batch * length
-    heads, head_dim, gains, tables = nki_projection.qkv_arguments(batch, options)
-    tensors = (
+    tensors = (x, x_scale, weight, weight_scale, bias)
+    if not nki_projection.one_launch(x, options):
+        return nki_projection.finished(fp8_qkv_partial(*tensors, dtype=dtype, native=native, **options), options)
+    norm = nki_projection.norm_arguments(options)
+    kernel = kernels_of("qkv").fp8_qkv_projection[CORES]
+    results = kernel(*_qkv_arguments(*tensors, options), *norm, str(dtype).removeprefix("torch."))
+    return nki_projection.as_heads(_without_pads(results, x), x.shape[0], x.shape[1], options)
+
+
+def fp8_qkv_partial(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+    native: bool,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference_fp8.fp8_qkv_partial`."""
+    arguments = _qkv_arguments(x, x_scale, weight, weight_scale, bias, options)
+    results = kernels_of("qkv").fp8_qkv_partial[CORES](*arguments, str(dtype).removeprefix("torch."))
+    return nki_projection.with_sums(_without_pads(results, x), x.shape[0], x.shape[1], options)
+
+
+def _qkv_arguments(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Any, ...]:
+    heads, head_dim, gains, tables = nki_projection.qkv_arguments(x.shape[0], options)
+    return (
         _padded(x),
         _even(x_scale.reshape(-1, 1)),
         weight.flatten(1).contiguous(),
         vector_row(weight_scale),
         nki_projection.bias_row(bias, weight.shape[1], weight),
+        heads,
+        head_dim,
+        gains,
+        tuple(_even(table) for table in tables),
     )
-    shared = (heads, head_dim, gains, tuple(_even(table) for table in tables))
-    kernels, name = kernels_of("qkv"), str(dtype).removeprefix("torch.")
-    if nki_projection.one_launch(x, options):
-        norm = nki_projection.norm_arguments(options)
-        results = kernels.fp8_qkv_projection[CORES](*tensors, *shared, *norm, name)
-    else:
-        results = nki_projection.finished(kernels.fp8_qkv_partial[CORES](*tensors, *shared, name), options)
-    return nki_projection.as_heads([part[:rows] for part in results], batch, length, options)
+
+
+def _without_pads(results: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    return [part[: x.shape[0] * x.shape[1]] for part in results]
 
 
 def qkv_limits(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from omni_neuron_kernels.nki_launch import CORES, dtype_limit, kernels_of, vector_row
+from omni_neuron_kernels.reference_projection import norm_over_ranks
 
 BANK_COLUMNS = 512
 
@@ -16,15 +17,25 @@ def qkv_projection(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `ops_projection.qkv_projection`."""
-    batch, length, width = x.shape
-    tensors = (x.reshape(-1, width).contiguous(), weight.contiguous(), bias_row(bias, weight.shape[1], x))
-    shared = qkv_arguments(batch, options)
-    kernels = kernels_of("qkv")
-    if one_launch(x, options):
-        results = kernels.qkv_projection[CORES](*tensors, *shared, *norm_arguments(options))
-    else:
-        results = finished(kernels.qkv_partial[CORES](*tensors, *shared), options)
-    return as_heads(results, batch, length, options)
+    if not one_launch(x, options):
+        return finished(qkv_partial(x, weight, bias, **options), options)
+    results = kernels_of("qkv").qkv_projection[CORES](*_arguments(x, weight, bias, options), *norm_arguments(options))
+    return as_heads(results, x.shape[0], x.shape[1], options)
+
+
+def qkv_partial(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference_projection.qkv_partial`."""
+    results = kernels_of("qkv").qkv_partial[CORES](*_arguments(x, weight, bias, options))
+    return with_sums(results, x.shape[0], x.shape[1], options)
+
+
+def _arguments(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: dict[str, Any]
+) -> tuple[Any, ...]:
+    tensors = (x.reshape(-1, x.shape[2]).contiguous(), weight.contiguous(), bias_row(bias, weight.shape[1], x))
+    return (*tensors, *qkv_arguments(x.shape[0], options))
 
 
 def qkv_limits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> str | None:
@@ -78,15 +89,20 @@ def one_launch(x: torch.Tensor, options: dict[str, Any]) -> bool:
     return not normed or options["ranks"] == 1 or fused
 
 
-def finished(results: tuple[torch.Tensor, ...], options: dict[str, Any]) -> list[torch.Tensor]:
-    """What a partial launch returned, its sums last, with the norm's factor from the sums of all ranks."""
-    totals = options["all_reduce"](results[-1])
-    counts = [count for count in options["heads"] if count]
-    done = list(results[:-1])
-    for n, count in enumerate(counts):
-        mean = totals[:, n : n + 1] / (count * options["head_dim"] * options["ranks"])
-        done[n] = (results[n].float() * torch.rsqrt(mean + options["epsilon"])).to(results[n].dtype)
-    return done
+def with_sums(
+    results: Any, batch: int, length: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a partial launch returned, its sums last, as `[B, S, N, D]` and `[B, S, n]`."""
+    return (*as_heads(results[:-1], batch, length, options), results[-1].reshape(batch, length, -1))
+
+
+def finished(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A partial launch's results with the norm's factor, from the sums of all ranks."""
+    query, key, value, sums = parts
+    totals = options["all_reduce"](sums)
+    return (*norm_over_ranks((query, key), totals, options["ranks"], options["epsilon"]), value)
 
 
 def as_heads(

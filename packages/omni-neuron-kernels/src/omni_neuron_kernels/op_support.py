@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from omni_neuron_kernels import dispatch
+from omni_neuron_kernels.graph_ops import traced
 
 
 def run_op(reference_function: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
     """Run the op that `reference_function` is the torch reference of, and is named after."""
-    # torch.compile sees neither into NKI kernels nor into the choice of a provider.
+    # torch.compile sees neither into NKI kernels nor into the choice of a provider: it gets a node of the graph.
     if torch.compiler.is_compiling():
-        return reference_function(*tensors, **options)
+        return traced(reference_function, *tensors, **options)
     return dispatch.run(reference_function.__name__, *tensors, **options)
 
 

@@ -93,6 +93,7 @@ REFERENCE = {
         reference_fp8.adaln_modulate_fp8,
         reference_fp8.quantize_mx,
         reference_fp8.row_quantize,
+        reference_projection.qkv_partial,
         reference_projection.qkv_projection,
     )
 } | {
@@ -100,6 +101,7 @@ REFERENCE = {
     for function in (
         reference_fp8.fp8_mlp,
         reference_fp8.fp8_output_projection,
+        reference_fp8.fp8_qkv_partial,
         reference_fp8.fp8_qkv_projection,
     )
 }

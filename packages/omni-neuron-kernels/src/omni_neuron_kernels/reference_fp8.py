@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from omni_neuron_kernels.reference_projection import AllReduce, finish_qkv
+from omni_neuron_kernels.reference_projection import AllReduce, finish_qkv, partial_qkv
 from omni_neuron_runtime import neuron_packages
 
 RowForm = Literal["e4m3", "e4m3fn"]
@@ -111,6 +111,27 @@ def fp8_qkv_projection(
     return finish_qkv(
         projected, heads, head_dim, query_gain, key_gain, rotation, epsilon=epsilon, ranks=ranks, all_reduce=all_reduce
     )
+
+
+def fp8_qkv_partial(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+    native: bool,
+    heads: tuple[int, int],
+    head_dim: int,
+    query_gain: torch.Tensor | None,
+    key_gain: torch.Tensor | None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `reference_projection.qkv_partial`, of row-quantised tokens with an FP8 weight."""
+    _dequantised_only("fp8_qkv_projection", native)
+    projected = _product(x.float() * x_scale, weight, weight_scale, bias).to(dtype)
+    return partial_qkv(projected, heads, head_dim, query_gain, key_gain, rotation)
 
 
 def fp8_output_projection(

@@ -32,6 +32,64 @@ def qkv_projection(
     )
 
 
+def qkv_partial(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    heads: tuple[int, int],
+    head_dim: int,
+    query_gain: torch.Tensor | None,
+    key_gain: torch.Tensor | None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`qkv_projection` with gains, up to the norm's factor, which needs the heads of other ranks.
+
+    The factor is one number per token, so gain and rotation can come first.
+
+    Returns:
+        Queries and keys `[B, S, N, D]` times their gains and rotated, values, and the float32 sums of squares before
+        that, `[B, S, n]`, of those of the first two that there are.
+    """
+    projected = torch.nn.functional.linear(x, weight.t(), None if bias is None else bias.to(x.dtype))
+    return partial_qkv(projected, heads, head_dim, query_gain, key_gain, rotation)
+
+
+def partial_qkv(
+    projected: torch.Tensor,
+    heads: tuple[int, int],
+    head_dim: int,
+    query_gain: torch.Tensor | None,
+    key_gain: torch.Tensor | None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `qkv_partial` returns, of the projection `[B, S, (N_q + 2 N_k) D]`."""
+    *parts, value = projected.split([count * head_dim for count in (heads[0], heads[1], heads[1])], dim=-1)
+    sums = [part.float().square().sum(-1) for part in parts if part.shape[-1]]
+    gained = [
+        part if gain is None else (_wide(part) * _wide(gain)).to(projected.dtype)
+        for part, gain in zip(parts, (query_gain, key_gain), strict=True)
+    ]
+    query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in (*gained, value))
+    if rotation is not None:
+        query, key = (rotate_pairs(tensor, *rotation) if tensor.shape[2] else tensor for tensor in (query, key))
+    return query, key, value, torch.stack(sums, dim=-1)
+
+
+def norm_over_ranks(
+    parts: tuple[torch.Tensor, torch.Tensor], sums: torch.Tensor, ranks: int, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm's factor for queries and keys of `qkv_partial`, from the sums of all ranks (Zhang & Sennrich 2019)."""
+    totals = iter(sums.unbind(-1))
+    done = []
+    for part in parts:
+        if part.shape[2]:
+            mean = next(totals) / (part.shape[2] * part.shape[3] * ranks)
+            part = (_wide(part) * torch.rsqrt(mean + epsilon)[:, :, None, None]).to(part.dtype)
+        done.append(part)
+    return done[0], done[1]
+
+
 def finish_qkv(
     projected: torch.Tensor,
     heads: tuple[int, int],

@@ -9,8 +9,10 @@ from omni_neuron_runtime.__about__ import __version__
 from omni_neuron_runtime.compile.artifacts import Artifact, ArtifactCache
 from omni_neuron_runtime.compile.counters import COUNTERS, CompileCounters
 from omni_neuron_runtime.compile.errors import CompileError, compile_errors
+from omni_neuron_runtime.compile.kernel_ops import KernelOp, register_kernel_op
 from omni_neuron_runtime.compile.options import Component, compile_options, component_compiler_args
 from omni_neuron_runtime.compile.paper import LoweredGraph, declared_world, lower_on_paper
+from omni_neuron_runtime.compile.pjrt import execute_on_all_ranks
 from omni_neuron_runtime.compile.progress import compiling_for
 from omni_neuron_runtime.compile.replica_groups import partition_of
 from omni_neuron_runtime.compile.selection import OWN_BACKENDS, get_compile_backend
@@ -67,6 +69,7 @@ __all__ = [
     "Component",
     "EnvVar",
     "EnvironmentVariableError",
+    "KernelOp",
     "LoadResult",
     "LoadStats",
     "LoweredGraph",
@@ -88,6 +91,7 @@ __all__ = [
     "discover_providers",
     "distribution_precedence",
     "env",
+    "execute_on_all_ranks",
     "fused_qkv_weight_loader",
     "get_compile_backend",
     "get_dist_backend",
@@ -102,6 +106,7 @@ __all__ = [
     "parse_core_ranges",
     "partition_of",
     "platform_target",
+    "register_kernel_op",
     "register_process_group_replica_groups",
     "scaled_bias_loader",
     "set_weight_loader",

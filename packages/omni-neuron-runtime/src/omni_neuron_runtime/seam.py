@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -44,6 +44,15 @@ def register_lite_backend() -> str:
         NeuronPackageError: Lite is not installed or does not import.
     """
     return str(_attribute("libtorch_neuronx_lite.compile.native_backend", "register")())
+
+
+def nki_op(name: str, function: Callable[..., Any]) -> None:
+    """Let Lite define the torch op `name` ("namespace::name") by a typed function that calls NKI kernels.
+
+    Raises:
+        NeuronPackageError: Lite is not installed or does not import.
+    """
+    _attribute("libtorch_neuronx_lite._compiler", "nki_op")(name, function, mutates_args=())
 
 
 def vllm_neuron_backend() -> str:

@@ -16,6 +16,7 @@ from omni_neuron_runtime.compile.counters import COUNTERS
 from omni_neuron_runtime.compile.decompositions import decompositions
 from omni_neuron_runtime.compile.errors import CompileError
 from omni_neuron_runtime.compile.graph_checks import check_graph
+from omni_neuron_runtime.compile.kernel_ops import reference_decompositions
 from omni_neuron_runtime.compile.progress import graph_title
 
 logger = logging.getLogger(__name__)
@@ -96,5 +97,5 @@ def compile_captured(
         fw_compiler=forward,
         bw_compiler=backward,
         inference_compiler=forward,
-        decompositions=decompositions(),
+        decompositions={**decompositions(), **reference_decompositions()},
     )(graph, example_inputs)

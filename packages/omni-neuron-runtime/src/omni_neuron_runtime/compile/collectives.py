@@ -32,6 +32,8 @@ _ELEMENT_TYPES = {
     torch.int8: "i8",
     torch.uint8: "ui8",
     torch.bool: "i1",
+    torch.float8_e4m3fn: "f8E4M3FN",
+    torch.float8_e5m2: "f8E5M2",
 }
 
 
@@ -105,7 +107,7 @@ def builtin_type(tensor: torch.Tensor) -> str:
     """The builtin MLIR type of a tensor.
 
     Raises:
-        CompileError: a dtype that no collective takes.
+        CompileError: a dtype that neither collectives nor kernel ops take.
     """
     if tensor.dtype not in _ELEMENT_TYPES:
         valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ELEMENT_TYPES)

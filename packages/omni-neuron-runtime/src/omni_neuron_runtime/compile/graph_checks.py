@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from omni_neuron_runtime.compile.errors import CompileError, node_error
+from omni_neuron_runtime.compile.kernel_ops import kernel_op
 from omni_neuron_runtime.compile.replica_groups import partition_of
 
 # Of the core ATen operations (https://docs.pytorch.org/docs/stable/torch.compiler_ir.html) those that torch-mlir lowers
@@ -45,7 +46,6 @@ _REDUCTIONS = ("sum", "max")
 _OTHER_OPS = frozenset(
     {"_c10d_functional.wait_tensor", "prims.convert_element_type", "prims.iota", "prims.sqrt", "prims.squeeze"}
 )
-KERNEL_NAMESPACE = "omni_neuron_kernels"
 
 _FORBIDDEN_DTYPES = {
     torch.float64: "Neuron has no float64: compute in float32, or compute the value on the host before the component",
@@ -81,9 +81,10 @@ def check_graph(graph: fx.GraphModule, name: str) -> None:
         CompileError: naming the first node, its source line and what to do.
     """
     for node in graph.graph.nodes:
-        _check_values(node, name)
+        # An operation's own advice comes before that about the dtype or shape of what it makes.
         if node.op == "call_function":
             _check_target(node, name)
+        _check_values(node, name)
 
 
 def collective_group(node: fx.Node) -> str | None:
@@ -145,7 +146,7 @@ def _check_target(node: fx.Node, name: str) -> None:
     if called in _COLLECTIVES:
         _check_collective(node, called, name)
         return
-    lowered = called in _OTHER_OPS or namespace == KERNEL_NAMESPACE or node.target is operator.getitem
+    lowered = called in _OTHER_OPS or kernel_op(called) is not None or node.target is operator.getitem
     if not lowered and (namespace != "aten" or op not in _ATEN_OPS):
         family = next((advice for start, advice in _ADVICE.items() if op == start or op.startswith(f"{start}_")), None)
         if op.startswith(("_fft", "fft")):

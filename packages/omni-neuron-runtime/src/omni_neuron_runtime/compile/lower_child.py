@@ -13,6 +13,7 @@ import resource
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 _PIPELINES = (
     "builtin.module(func.func(torch-match-quantized-custom-ops), torchdynamo-export-to-torch-backend-pipeline)",
@@ -59,9 +60,41 @@ def main() -> None:
         module = ir.Module.parse(Path(source).read_text())
         for pipeline in _PIPELINES:
             PassManager.parse(pipeline).run(module.operation)
+        _make_composites(ir, module)
         module = ir.Module.parse(tidy(str(module)))
         PassManager.parse(_SIMPLIFICATION).run(module.operation)
         Path(target).write_text(f"{module}\n")
+
+
+def _make_composites(ir: Any, module: Any) -> None:
+    """Turn the calls that `composites` wrote into composites, and their references into private functions."""
+    functions = list(module.body.operations)
+    calls = [
+        operation
+        for function in functions
+        for operation in function.regions[0].blocks[0].operations
+        if operation.operation.name == "stablehlo.custom_call" and "called_computations" in operation.attributes
+    ]
+    for call in calls:
+        attributes = {
+            "name": call.attributes["call_target_name"],
+            "composite_attributes": call.attributes["backend_config"],
+            "decomposition": call.attributes["called_computations"][0],
+        }
+        with call.location:
+            composite = ir.Operation.create(
+                "stablehlo.composite",
+                results=[result.type for result in call.results],
+                operands=list(call.operands),
+                attributes=attributes,
+                ip=ir.InsertionPoint(call),
+            )
+        for result, replacement in zip(call.results, composite.results, strict=True):
+            result.replace_all_uses_with(replacement)
+        call.operation.erase()
+    for function in functions:
+        if ir.StringAttr(function.attributes["sym_name"]).value != "main":
+            function.attributes["sym_visibility"] = ir.StringAttr.get("private")
 
 
 def tidy(text: str) -> str:
@@ -71,10 +104,15 @@ def tidy(text: str) -> str:
     dtype. Here the constant gets that dtype itself, which is the same number: a compiler parses its digits at the
     precision of the type, and the conversion would round the same digits once more.
     """
-    lines = text.replace(" = arith.constant dense", " = stablehlo.constant dense").splitlines()
+    text = text.replace(" = arith.constant dense", " = stablehlo.constant dense")
+    # Values are named anew in each function.
+    return "".join(_tidy_function(part) for part in re.split(r"^(?= *func\.func )", text, flags=re.MULTILINE))
+
+
+def _tidy_function(text: str) -> str:
     constants: dict[str, str] = {}
     converted = []
-    for line in lines:
+    for line in text.splitlines():
         constant, derived = _CONSTANT.match(line), _DERIVED.match(line)
         if constant and _SCALAR.fullmatch(constant[2]):
             constants[constant[1]] = constant[2]

@@ -23,6 +23,7 @@ from torch import fx
 from omni_neuron_runtime import env
 from omni_neuron_runtime.compile import lower_child
 from omni_neuron_runtime.compile.collectives import Collective, take_collectives, write_collectives
+from omni_neuron_runtime.compile.composites import Composite, find_composites, write_composites
 from omni_neuron_runtime.compile.errors import CompileError
 from omni_neuron_runtime.compile.graph_checks import operation
 
@@ -31,17 +32,19 @@ _FORBIDDEN_TYPE = re.compile(r"tensor<[\dx]*(f64|complex<\w+>)>")
 
 @dataclass(frozen=True)
 class ImportedGraph:
-    """A graph as torch-mlir's importer wrote it, with its collectives in StableHLO.
+    """A graph as torch-mlir's importer wrote it, with its collectives and calls of kernels in StableHLO.
 
     Attributes:
         text: the RAW text; decides what is lowered, and is the same on every rank.
         constants: tensors of the graph's own, which the module takes after the graph's inputs.
         collectives: in order.
+        composites: the calls of kernel ops, in order.
     """
 
     text: str
     constants: list[torch.Tensor]
     collectives: list[Collective]
+    composites: list[Composite]
 
 
 def import_graph(graph: fx.GraphModule, name: str) -> ImportedGraph:
@@ -62,12 +65,13 @@ def import_graph(graph: fx.GraphModule, name: str) -> ImportedGraph:
     _drop_waits(plain.graph)
     plain.graph.eliminate_dead_code()
     constants = _lift_constants(plain)
-    collectives = take_collectives(plain.graph)
+    collectives, composites = take_collectives(plain.graph), find_composites(plain.graph, name)
     try:
         text = str(torch_mlir_fx.stateless_fx_import(plain, model_name="main"))
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise CompileError(f"{name}: torch-mlir cannot import the graph: {error}") from error
-    return ImportedGraph(write_collectives(text, collectives), constants, collectives)
+    text = write_composites(write_collectives(text, collectives), composites)
+    return ImportedGraph(text, constants, collectives, composites)
 
 
 def lower(text: str, name: str, *, memory_bytes: int | None = None, seconds: float | None = None) -> str:

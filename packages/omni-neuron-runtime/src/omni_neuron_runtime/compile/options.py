@@ -6,17 +6,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-Component = Literal["transformer", "text_encoder", "vae"]
+Component = Literal["transformer", "text_encoder", "vae", "vae_encoder"]
 
 _LEVEL = "--optimization-level"
 
 # What the documented deployments of Wan2.2 pass to neuronx-cc. The scratchpad's page has to be the one in
 # NEURON_CC_FLAGS. A decoder has far more instructions than a transformer of its size.
 _COMMON = ("--auto-cast=none", "--hbm-scratchpad-page-size=2048")
+_VAE = ("--model-type=unet-inference", f"{_LEVEL}=1", "--internal-max-instruction-limit=15000000")
 _BY_COMPONENT: dict[str, tuple[str, ...]] = {
     "transformer": ("--model-type=transformer", f"{_LEVEL}=1"),
     "text_encoder": ("--model-type=transformer", f"{_LEVEL}=2"),
-    "vae": ("--model-type=unet-inference", f"{_LEVEL}=1", "--internal-max-instruction-limit=15000000"),
+    "vae": _VAE,
+    "vae_encoder": _VAE,
 }
 
 

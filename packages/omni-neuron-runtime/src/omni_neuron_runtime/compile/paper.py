@@ -18,10 +18,9 @@ from torch import fx
 
 from omni_neuron_runtime.compile.artifacts import content_key
 from omni_neuron_runtime.compile.backend import BackendOptions, compile_captured
-from omni_neuron_runtime.compile.collectives import Collective
 from omni_neuron_runtime.compile.errors import compile_errors
 from omni_neuron_runtime.compile.graph_checks import operation
-from omni_neuron_runtime.compile.lowering import import_graph, lower
+from omni_neuron_runtime.compile.lowering import ImportedGraph, import_graph, lower
 from omni_neuron_runtime.compile.stablehlo_backend import artifact_facts
 
 
@@ -85,7 +84,7 @@ def lower_on_paper(
             text = lower(imported.text, title)
             facts = artifact_facts(imported, options)
             report = {
-                **graph_report(lowered, imported.collectives),
+                **graph_report(lowered, imported),
                 "stablehlo_bytes": len(text),
                 "stablehlo_operations": text.count(" = "),
                 "capture_seconds": round(captured - clock, 2),
@@ -104,23 +103,17 @@ def lower_on_paper(
     return graphs
 
 
-def graph_report(graph: fx.GraphModule, collectives: Sequence[Collective]) -> dict[str, Any]:
-    """What a checked graph holds, JSON-ready: `operations`, `collectives`, `input_bytes` and `flops` of one rank."""
-    from torch.utils.flop_counter import flop_registry
+def graph_report(graph: fx.GraphModule, imported: ImportedGraph) -> dict[str, Any]:
+    """What a checked graph holds, JSON-ready.
 
-    counts: Counter[str] = Counter()
-    flops = inputs = 0
-    for node in graph.graph.nodes:
-        if node.op == "placeholder" and isinstance(value := node.meta.get("val"), torch.Tensor):
-            inputs += value.numel() * value.element_size()
-        if node.op != "call_function" or not (called := operation(node)):
-            continue
-        counts[called] += 1
-        formula = flop_registry.get(node.target.overloadpacket)
-        if formula is not None:
-            arguments, keywords = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-            flops += int(formula(*arguments, **keywords, out_val=node.meta["val"]))
-    grouped = Counter(collectives)
+    Returns:
+        `operations`, `collectives`, `composites`, and of one rank `input_bytes` and `flops`. A kernel op has the FLOPs
+        of its torch reference.
+    """
+    counts = Counter(called for node in graph.graph.nodes if (called := operation(node)))
+    values = (node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder")
+    grouped, composites = Counter(imported.collectives), Counter(imported.composites)
+    inside = sum(count * count_flops(composite.decomposition) for composite, count in composites.items())
     return {
         "operations": dict(counts.most_common()),
         "collectives": [
@@ -133,10 +126,37 @@ def graph_report(graph: fx.GraphModule, collectives: Sequence[Collective]) -> di
             }
             for collective, count in grouped.most_common()
         ],
-        "collective_bytes": sum(collective.input_bytes for collective in collectives),
-        "input_bytes": inputs,
-        "flops": flops,
+        "composites": [
+            {
+                "name": composite.name,
+                "kernel_version": composite.version,
+                "count": count,
+                "operands": dict(composite.operands),
+                "results": list(composite.results),
+                "attributes": {
+                    name: str(value) if isinstance(value, torch.dtype) else value
+                    for name, value in composite.attributes
+                },
+            }
+            for composite, count in composites.most_common()
+        ],
+        "collective_bytes": sum(collective.input_bytes for collective in imported.collectives),
+        "input_bytes": sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor)),
+        "flops": count_flops(graph) + inside,
     }
+
+
+def count_flops(graph: fx.GraphModule) -> int:
+    """FLOPs of the matrix products and convolutions in a graph of ATen operations, by torch's formulas."""
+    from torch.utils.flop_counter import flop_registry
+
+    flops = 0
+    for node in graph.graph.nodes:
+        formula = flop_registry.get(node.target.overloadpacket) if operation(node) else None
+        if formula is not None:
+            arguments, keywords = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+            flops += int(formula(*arguments, **keywords, out_val=node.meta["val"]))
+    return flops
 
 
 def peak_memory_bytes() -> int:

@@ -109,6 +109,50 @@ def load_executable(serialized: bytes, spans_world: bool) -> Executable:
     return run
 
 
+def execute_on_all_ranks(
+    text: str, inputs: Sequence[Sequence[torch.Tensor]], name: str = "module"
+) -> list[list[torch.Tensor]]:
+    """Compile a module and execute it once for all ranks of its world, in this process, a virtual device each.
+
+    For tests: no rank needs a process. The module is one of `lower_on_paper`, which is the same for every rank.
+
+    Args:
+        text: StableHLO; its replica groups hold the ranks 0, 1, … world size − 1.
+        inputs: of each rank, weights included, in the order of the module's arguments.
+        name: for messages.
+
+    Returns:
+        The outputs of each rank.
+
+    Raises:
+        CompileError: jaxlib is not installed, or XLA refuses the module.
+    """
+    check_installed(name)
+    import jax
+    import numpy
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    xla_client, jax_internal = _jaxlib()
+    client = xla_client.make_cpu_client(asynchronous=False, num_devices=len(inputs))
+    devices = sorted(client.local_devices(), key=lambda device: device.id)
+    try:
+        loaded = client.compile_and_load(text, _device_list(devices), _options(devices))
+    except _error_type() as error:
+        raise CompileError(f"{name}: XLA cannot compile the StableHLO for {len(inputs)} ranks: {error}") from error
+    # Arrays of the shape that each rank sees, and to jax equal on all devices; it does not look whether they are.
+    everywhere = NamedSharding(Mesh(numpy.array(devices), ("rank",)), PartitionSpec())
+    arguments = []
+    for tensors in zip(*inputs, strict=True):
+        shards = [
+            jax_internal.dlpack_managed_tensor_to_buffer(_importable(tensor).__dlpack__(), device, None)
+            for tensor, device in zip(tensors, devices, strict=True)
+        ]
+        shape = tuple(tensors[0].shape)
+        arguments.append(jax.make_array_from_single_device_arrays(shape, everywhere, shards))
+    results = loaded.execute_sharded(arguments).disassemble_into_single_device_arrays()
+    return [[dlpack.from_dlpack(rank) for rank in ranks] for ranks in zip(*results, strict=True)]
+
+
 def _importable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as XLA can read it in place: dense, and aligned; a copy where it is not."""
     dense = tensor.detach().contiguous()

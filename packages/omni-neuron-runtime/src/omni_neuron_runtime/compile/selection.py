@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 
 from omni_neuron_runtime import env, seam
+from omni_neuron_runtime.compile.kernel_ops import define_for_lite
 
 logger = logging.getLogger(__name__)
 
@@ -42,4 +43,6 @@ def get_compile_backend() -> str | None:
     packages = seam.neuron_packages()
     if chosen is None and packages["libtorch_neuronx_lite"] is None and packages["vllm_neuron"] is not None:
         return seam.vllm_neuron_backend()
-    return seam.register_lite_backend()
+    backend = seam.register_lite_backend()
+    define_for_lite()
+    return backend
