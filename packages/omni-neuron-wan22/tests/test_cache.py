@@ -43,7 +43,8 @@ def cached_pipeline(path: Path, cache_config: dict[str, Any] | None = CACHE, **c
 
 @torch.inference_mode()
 def latents_of(pipeline: NeuronWanPipeline, **changes: Any) -> torch.Tensor:
-    request = pipeline.resolve("a cat", OmniDiffusionSamplingParams(**{"seed": 1, **SETTINGS, **changes}))
+    settings = {"seed": 1, "guidance_scale_provided": "guidance_scale" in changes, **SETTINGS, **changes}
+    request = pipeline.resolve("a cat", OmniDiffusionSamplingParams(**settings))
     return pipeline.diffuse(pipeline.prepare_latents(request), pipeline.encode(request))
 
 
@@ -94,6 +95,11 @@ def test_steps_and_values_are_those_of_cache_dit(tmp_path: Path) -> None:
     assert len(report["cached_steps"]) == 6
     for step, difference in stats.residual_diffs.items():
         assert report["changes"][int(step)] == pytest.approx(difference, abs=1e-4)
+
+    # A computed step is the model's own forward, also where the first frame has a timestep of its own.
+    cache.begin(1)
+    inputs |= {"first_frame_timestep": torch.zeros(1), "cross_attention_kv_cache": keys_and_values}
+    assert torch.equal(cache.predict(ours, "positive", **inputs), ours(**inputs).sample)
 
 
 @pytest.fixture(scope="module")

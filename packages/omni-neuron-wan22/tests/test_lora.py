@@ -163,6 +163,7 @@ def test_an_adapter_reaches_the_experts_that_it_names(tiny: Path, tmp_path: Path
         manager.set_active_adapter(request_of(path, number))
         now = predictions(manager)
         assert [not torch.equal(*pair) for pair in zip(now, base, strict=True)] == changed
+    assert manager.merged() == {"name": "adapter 3", "scale": 1.0}
     # One place: the adapters before it are gone, and a pinned one keeps it.
     assert manager.list_adapters() == [3]
     assert manager.pin_adapter(3)
@@ -170,6 +171,7 @@ def test_an_adapter_reaches_the_experts_that_it_names(tiny: Path, tmp_path: Path
         manager.add_adapter(request_of(path, 4))
     assert manager.remove_adapter(3)
     assert not manager.remove_adapter(3)
+    assert manager.merged() is None
     assert all(torch.equal(*pair) for pair in zip(predictions(manager), base, strict=True))
 
 

@@ -46,6 +46,7 @@ class LoraManager:
         self._max_adapters = max(1, max_adapters)
         self._adapters: dict[int, Adapter] = {}  # least recently used first
         self._pinned: set[int] = set()
+        self._names: dict[int, str] = {}
         self._merged: tuple[int, float] | None = None
         self._base: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -88,7 +89,7 @@ class LoraManager:
         }
         for known in unpinned[: len(self._adapters) + 1 - self._max_adapters]:
             self.remove_adapter(known)
-        self._adapters[adapter_id] = adapter
+        self._adapters[adapter_id], self._names[adapter_id] = adapter, lora_request.lora_name
         logger.info(
             "LoRA adapter %r: %s",
             lora_request.lora_name,
@@ -96,6 +97,10 @@ class LoraManager:
             or "no layer here",
         )
         return True
+
+    def merged(self) -> dict[str, Any] | None:
+        """Name and scale of the adapter that the weights hold now, for a generation's report; None without one."""
+        return None if self._merged is None else {"name": self._names[self._merged[0]], "scale": self._merged[1]}
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Forget an adapter, and restore the base if it is merged; False where there is none of this id."""

@@ -77,6 +77,7 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
     transformer_2: WanTransformer3DModel
     vae: NeuronAutoencoderKLWan
     compiled = False
+    lora_manager: LoraManager | None = None  # what the worker has asked for
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
         super().__init__()
@@ -216,7 +217,8 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
     def make_lora_manager(self) -> LoraManager:
         """What loads LoRA adapters and merges them into the experts; the worker asks for it."""
         experts = {name: getattr(self, name) for name in self.checkpoint.experts if name in self._dit_modules}
-        return LoraManager(experts, self.checkpoint, self.od_config.max_cpu_loras)
+        self.lora_manager = LoraManager(experts, self.checkpoint, self.od_config.max_cpu_loras)
+        return self.lora_manager
 
     def resolve(self, prompt: Any, sampling_params: OmniDiffusionSamplingParams) -> GenerationRequest:
         """The request as this engine and checkpoint will serve it; see `resolve_request`."""
@@ -332,11 +334,13 @@ class NeuronWanPipeline(nn.Module, WanDenoising, SupportsComponentDiscovery):
         compilation = {"compilation": COUNTERS.as_dict()} if self.compiled else {}
         quantization = {} if self.quantization is None else {"quantization": self.quantization}
         cache = {} if self.block_cache is None else {"cache": self.block_cache.report()}
+        lora = None if self.lora_manager is None else self.lora_manager.merged()
         image = image_report(prompt)
         return {
             **compilation,
             **({} if image is None else {"image": image}),
             **cache,
+            **({} if lora is None else {"lora": lora}),
             **quantization,
             "model": self.checkpoint.path.name,
             "height": request.height,
