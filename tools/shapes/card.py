@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card of a trained shapes checkpoint, from the work folder and the reports of evaluate.py: nothing by hand.
+"""The model card of a trained shapes checkpoint, from the work folder and the reports of evaluate.py and
+evaluate_engine.py: nothing by hand.
 
-    python tools/shapes/card.py WORK FOLDER result.json [broken.json …]
+    python tools/shapes/card.py WORK FOLDER result.json [broken.json …] [engine.json …]
 
 FOLDER holds the checkpoint; `README.md` is written into it.
 """
@@ -32,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("reports", type=Path, nargs="+", help="JSON of evaluate.py")
+    parser.add_argument("reports", type=Path, nargs="+", help="JSON of evaluate.py and evaluate_engine.py")
     arguments = parser.parse_args()
     reports = [json.loads(path.read_text()) for path in arguments.reports]
     (arguments.folder / "README.md").write_text(model_card(arguments.work, arguments.folder, reports))
@@ -44,8 +45,10 @@ def model_card(work: Path, folder: Path, reports: list[dict[str, Any]]) -> str:
     Args:
         work: the work folder: budget and logs.
         folder: the checkpoint.
-        reports: of evaluate.py; those without a fault give outlines and misses.
+        reports: of evaluate.py, of which those without a fault give outlines and misses, and of evaluate_engine.py.
     """
+    engines = [report for report in reports if "engine" in report]
+    reports = [report for report in reports if "engine" not in report]
     budget = json.loads((work / "budget.json").read_text())
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors")) / 1e6
     sound = [report for report in reports if report["settings"]["broken"] == "None"]
@@ -83,6 +86,7 @@ def model_card(work: Path, folder: Path, reports: list[dict[str, Any]]) -> str:
         "",
         *_misses(sound),
         "",
+        *(_engines(engines) if engines else ()),
         "## Training",
         "",
         "| stage | steps | seconds of steps | last loss (mean of 50) |",
@@ -144,6 +148,29 @@ def _misses(reports: list[dict[str, Any]]) -> list[str]:
             overlap = f"overlap {verdict['overlap']:.2f}"
             lines.append(f"- seed {result['seed']}: “{result['prompt']}” → {result['seen']} ({overlap})")
     return lines or ["- none"]
+
+
+def _engines(reports: list[dict[str, Any]]) -> list[str]:
+    """The grid through vLLM-Omni, layout by layout."""
+    lines = [
+        "## Through the engine",
+        "",
+        "The same grid through vLLM-Omni with omni-neuron-wan22 in CPU mode, float32; "
+        "*distance*: relative L2 distance to diffusers with the engine's timesteps, mean (largest) over the videos.",
+        "",
+        "| settings | videos | all | strict | distance of latents | of frames |",
+        "|---|---|---|---|---|---|",
+    ]
+    for report in reports:
+        settings = ", ".join(f"{name} {value}" for name, value in report["engine"].items()) or "one process"
+        seeds = f"seeds from {report['first_seed']}" + (f", every {report['every']}th" if report["every"] > 1 else "")
+        cells = [_cell(report["measures"][measure], report["videos"]) for measure in ("all", "strict")]
+        distances = [
+            f"{report['distance'][name]['mean']:.1e} ({report['distance'][name]['largest']:.1e})"
+            for name in ("latents", "frames")
+        ]
+        lines.append(f"| {settings} | {report['videos']} ({seeds}) | {' | '.join([*cells, *distances])} |")
+    return [*lines, ""]
 
 
 def _training(work: Path) -> list[str]:

@@ -3,7 +3,8 @@
 
     python tools/shapes/evaluate.py FOLDER --json result.json
 
-`--broken` breaks one thing on purpose: it shows by how much the judge would notice a faulty engine.
+`--broken` breaks one thing on purpose: it shows by how much the judge would notice a faulty engine. `--engine-schedule`
+takes the timesteps of our engine, and `--videos` keeps what was made, for `evaluate_engine.py --compare`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import WanPipeline
 
-from omni_neuron_shapes import FRAMES, HEIGHT, WIDTH
+from omni_neuron_shapes import FLOW_SHIFT, FRAMES, HEIGHT, WIDTH
 from omni_neuron_testkit import Accuracy, judge, prompt_grid
 
 
@@ -71,11 +73,25 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=4.0)
     parser.add_argument("--broken", choices=[*FAULTS, PROMPTS_SWAPPED])
     parser.add_argument("--json", type=Path, help="every verdict, for the model card")
+    parser.add_argument("--engine-schedule", action="store_true", help="the scheduler of omni-neuron-wan22")
+    parser.add_argument("--videos", type=Path, help="write frames and final latents, an .npz")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
     pipeline = load_pipeline(arguments.folder, arguments.broken)
+    if arguments.engine_schedule:
+        from omni_neuron_wan22 import make_scheduler
+
+        pipeline.scheduler = make_scheduler("unipc", FLOW_SHIFT)
+    latents: list[np.ndarray] = []
+    videos: list[np.ndarray] = []
+
+    def keep_last(_: WanPipeline, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step + 1 == arguments.steps:
+            latents.append(tensors["latents"][0].numpy())
+        return tensors
+
     accuracy, started = Accuracy(), time.monotonic()
     grid = prompt_grid(seeds=arguments.seeds, first_seed=arguments.first_seed)
     for prompt in itertools.islice(grid, 0, None, arguments.every):
@@ -89,7 +105,10 @@ def main() -> None:
             num_inference_steps=arguments.steps,
             guidance_scale=arguments.guidance,
             generator=torch.Generator().manual_seed(prompt.seed),
+            callback_on_step_end=keep_last,
         ).frames[0]
+        if arguments.videos:
+            videos.append(video)
         accuracy.add(prompt, judge(video))
         if len(accuracy.results) % 12 == 0:
             print(f"{len(accuracy.results)} videos, all three right: {accuracy.share('all'):.0%}", file=sys.stderr)
@@ -99,8 +118,12 @@ def main() -> None:
     for prompt, verdict in accuracy.misses():
         print(f"- seed {prompt.seed}: asked for {prompt.caption!r}, seen: {verdict} (overlap {verdict.overlap:.2f})")
     print(f"{seconds / len(accuracy.results):.2f} s a video")
+    if arguments.videos:
+        np.savez_compressed(arguments.videos, frames=np.stack(videos), latents=np.stack(latents))
     if arguments.json:
-        settings = {name: str(value) for name, value in vars(arguments).items() if name not in ("json", "folder")}
+        settings = {
+            name: str(value) for name, value in vars(arguments).items() if name not in ("json", "folder", "videos")
+        }
         report = {"settings": settings, "seconds_a_video": round(seconds / len(accuracy.results), 3)}
         arguments.json.write_text(json.dumps({**report, **accuracy.as_json()}, indent=1) + "\n")
 

@@ -34,7 +34,7 @@ def write_checkpoint(
         image_to_video: write the image-to-video sibling.
         dtype: of the weights on disk.
     """
-    prefix = "i2v-" if image_to_video else ""
+    prefix = "i2v-" if image_to_video else "refine-"
     encoded = load_result(work, "latents", "--write")
     vae = make_vae(budget)
     vae.load_state_dict(load_result(work, "decoder", "--write"))

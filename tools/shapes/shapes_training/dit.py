@@ -21,6 +21,7 @@ from .budget import BOUNDARY_RATIO, FLOW_SHIFT, MAX_TEXT_LENGTH, Budget
 from .loop import generators
 
 EMPTY_SHARE = 0.12  # of the captions that name nothing, for guidance
+GUIDANCE_UP_TO = 5.0  # the largest scale that a guided prediction is trained with
 CONDITION_MASK_CHANNELS = 4  # of image-to-video: one a frame of the four that make a latent frame
 
 
@@ -150,18 +151,28 @@ class TrainingSet:
 
 
 def expert_step(
-    expert: WanTransformer3DModel, data: TrainingSet, share: Share, budget: Budget, stage: str
+    expert: WanTransformer3DModel, data: TrainingSet, share: Share, budget: Budget, stage: str, *, guided: bool
 ) -> Callable[[int], dict[str, torch.Tensor]]:
     """The step of an expert's `Loop`: error of the predicted velocity (noise − clip) at levels of its share.
 
     With conditions in the data, the expert is an image-to-video one and gets mask and condition.
+
+    Args:
+        expert: what is trained.
+        data: clips and captions.
+        share: the noise levels.
+        budget: seed and batch size.
+        stage: its name, for the generators.
+        guided: train the guided prediction as well. Guidance of scale w multiplies the difference of the predictions
+            with and without caption by w. Below the boundary the noisy clip itself tells the subject, so a small
+            expert's difference is mostly its own error, and w times that makes paths wobble.
     """
     prepare = compress_padding(expert)
     empty_choices = len(data.nothing)
 
     def step(index: int) -> dict[str, torch.Tensor]:
         _, generator = generators(budget.seed, stage, index)
-        batch = budget.expert_batch
+        batch = budget.guided_batch if guided else budget.expert_batch
         clips = torch.randint(len(data.latents), (batch,), generator=generator)
         latents = data.latents[clips]
         variants = torch.randint(data.captions.shape[1], (batch,), generator=generator)
@@ -181,8 +192,17 @@ def expert_step(
             mask[:, :, 0] = 1
             noisy = torch.cat([noisy, mask, data.conditions[clips]], dim=1)
         timesteps = (1000 * sigma).long()
-        [predicted] = expert(noisy, timesteps, prepare(text), return_dict=False)
-        return {"loss": F.mse_loss(predicted, noise - latents)}
+        target = noise - latents
+        if not guided:
+            [predicted] = expert(noisy, timesteps, prepare(text), return_dict=False)
+            return {"loss": F.mse_loss(predicted, target)}
+        texts = prepare(torch.cat([text, data.nothing[:1].expand(batch, -1, -1)]))
+        [both] = expert(noisy.repeat(2, 1, 1, 1, 1), timesteps.repeat(2), texts, return_dict=False)
+        conditional, unconditional = both.chunk(2)
+        scale = 1 + (GUIDANCE_UP_TO - 1) * torch.rand(batch, 1, 1, 1, 1, generator=generator)
+        guided_prediction = unconditional + scale * (conditional - unconditional)
+        losses = [F.mse_loss(one, target) for one in (conditional, unconditional, guided_prediction)]
+        return {"loss": torch.stack(losses).mean(), "conditional": losses[0], "guided": losses[2]}
 
     return step
 

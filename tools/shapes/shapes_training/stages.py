@@ -3,7 +3,8 @@
 where that file exists.
 
 `vae` → `latents`; `text`; then `high`, `low` and `decoder` need those but not each other, and may run at the same time
-in processes of their own; `conditions`, then `i2v-high` and `i2v-low`, which start from the finished experts.
+in processes of their own; `refine-high` and `refine-low`, the experts' second round, follow their expert alone;
+`conditions`, then `i2v-high` and `i2v-low`, which start from the finished experts.
 """
 
 from __future__ import annotations
@@ -103,14 +104,10 @@ def train_vae(budget: Budget, work: Path) -> dict[str, torch.Tensor]:
 def encode_latents(budget: Budget, work: Path) -> dict[str, torch.Tensor]:
     """Normalised latents of the training set, with the mean and spread that they were normalised by."""
     vae = _vae(budget, load_result(work, "vae", "latents"))
-    encoded, subjects = [], []
-    for number, clips in enumerate(_training_clips(budget)):
-        encoded.append(_encode_means(vae, clips))
-        subjects += [number] * len(clips)
-        print(f"latents {number + 1}/{len(all_subjects())}", flush=True)
-    latents = torch.cat(encoded)
+    latents = torch.cat([_encode_means(vae, clips) for clips in _training_clips(budget)])
     mean, std = latents.mean(dim=(0, 2, 3, 4)), latents.std(dim=(0, 2, 3, 4))
-    return {"mean": mean, "std": std, "latents": _normalised(latents, mean, std), "subjects": torch.tensor(subjects)}
+    subjects = torch.arange(len(all_subjects())).repeat_interleave(budget.copies)
+    return {"mean": mean, "std": std, "latents": _normalised(latents, mean, std), "subjects": subjects}
 
 
 def encode_conditions(budget: Budget, work: Path) -> dict[str, torch.Tensor]:
@@ -179,33 +176,43 @@ def train_expert(budget: Budget, work: Path, share: Share) -> dict[str, torch.Te
     torch.manual_seed(budget.seed + 1 + (share.stage == "low"))
     expert = make_expert(budget)
     steps = budget.high_steps if share.stage == "high" else budget.low_steps
-    return _train_expert(budget, work, share, expert, share.stage, steps, budget.expert_rate)
+    return _train_expert(budget, work, expert, share, share.stage, steps, budget.expert_rate)
+
+
+def refine_expert(budget: Budget, work: Path, share: Share) -> dict[str, torch.Tensor]:
+    """An expert's second round, from where the first one ended; the low-noise one under guidance (`expert_step`)."""
+    stage = f"refine-{share.stage}"
+    expert = make_expert(budget)
+    expert.load_state_dict(load_result(work, share.stage, stage))
+    steps = budget.refine_high_steps if share.stage == "high" else budget.refine_low_steps
+    return _train_expert(budget, work, expert, share, stage, steps, budget.refine_rate)
 
 
 def train_i2v_expert(budget: Budget, work: Path, share: Share) -> dict[str, torch.Tensor]:
     """One image-to-video expert, from the text-to-video expert of the same share."""
     stage = f"i2v-{share.stage}"
     base = make_expert(budget)
-    base.load_state_dict(load_result(work, share.stage, stage))
+    base.load_state_dict(load_result(work, f"refine-{share.stage}", stage))
     expert = widen_for_conditions(base, budget)
     steps = budget.i2v_high_steps if share.stage == "high" else budget.i2v_low_steps
-    return _train_expert(budget, work, share, expert, stage, steps, budget.i2v_rate)
+    return _train_expert(budget, work, expert, share, stage, steps, budget.i2v_rate)
 
 
 def _train_expert(
-    budget: Budget, work: Path, share: Share, expert: WanTransformer3DModel, stage: str, steps: int, rate: float
+    budget: Budget, work: Path, expert: WanTransformer3DModel, share: Share, stage: str, steps: int, rate: float
 ) -> dict[str, torch.Tensor]:
-    data = training_set(budget, work, stage, image_to_video=expert.config.in_channels > budget.z_dim)
+    data = training_set(budget, work, stage)
     optimizer = torch.optim.AdamW(expert.parameters(), lr=rate, betas=(0.9, 0.97), weight_decay=0.0)
     loop = Loop(work, stage, steps, expert, optimizer, decay=0.998)
-    loop.run(expert_step(expert, data, share, budget, stage))
+    guided = stage in ("refine-low", "i2v-low")
+    loop.run(expert_step(expert, data, share, budget, stage, guided=guided))
     return expert.state_dict()
 
 
-def training_set(budget: Budget, work: Path, needed_by: str, *, image_to_video: bool) -> TrainingSet:
-    """What the experts are trained on, from the stages `latents`, `text` and, for image-to-video, `conditions`."""
-    encoded = load_result(work, "latents", needed_by)
-    encoder = text_encoder(budget, load_result(work, "text", needed_by))
+def training_set(budget: Budget, work: Path, stage: str) -> TrainingSet:
+    """What an expert's stage is trained on, from `latents`, `text` and, for image-to-video, `conditions`."""
+    encoded = load_result(work, "latents", stage)
+    encoder = text_encoder(budget, load_result(work, "text", stage))
     tokenizer = make_tokenizer()
     variants = [caption_variants(subject) for subject in all_subjects()]
     with torch.no_grad():
@@ -216,7 +223,7 @@ def training_set(budget: Budget, work: Path, needed_by: str, *, image_to_video: 
         subjects=encoded["subjects"],
         captions=captions.unflatten(0, (len(variants), -1)),
         nothing=nothing,
-        conditions=load_result(work, "conditions", needed_by)["conditions"] if image_to_video else None,
+        conditions=load_result(work, "conditions", stage)["conditions"] if stage.startswith("i2v-") else None,
     )
 
 
@@ -241,13 +248,15 @@ STAGES: dict[str, Callable[[Budget, Path], dict[str, torch.Tensor]]] = {
     "text": train_text,
     "high": lambda budget, work: train_expert(budget, work, _HIGH),
     "low": lambda budget, work: train_expert(budget, work, _LOW),
+    "refine-high": lambda budget, work: refine_expert(budget, work, _HIGH),
+    "refine-low": lambda budget, work: refine_expert(budget, work, _LOW),
     "decoder": train_decoder,
     "conditions": encode_conditions,
     "i2v-high": lambda budget, work: train_i2v_expert(budget, work, _HIGH),
     "i2v-low": lambda budget, work: train_i2v_expert(budget, work, _LOW),
 }
 
-TEXT_TO_VIDEO = ("vae", "latents", "text", "high", "low", "decoder")
+TEXT_TO_VIDEO = ("vae", "latents", "text", "high", "low", "refine-high", "refine-low", "decoder")
 IMAGE_TO_VIDEO = ("conditions", "i2v-high", "i2v-low")
 
 
