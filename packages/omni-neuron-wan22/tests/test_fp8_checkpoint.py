@@ -86,6 +86,8 @@ def test_every_key_is_read_once_by_the_ranks_together(a14b: Tensors, size: int, 
         use_row_mx(model, row_mx, native=False)
     summary = fp8_summary(model, file)
     assert (summary.row_mx_linears, summary.fp8_linears) == (400 if row_mx else 0, 406)
+    if row_mx:  # the kernel's inner width: 13,824 / 4, and 13,824 / 8 filled up to a multiple of 128
+        assert model.blocks[0].ffn.up.weight.shape == (1280, {4: 3456, 8: 1792}[size], 4)
     mapping, parameters = prepare_loading(model, file), dict(model.named_parameters())
     assert set(mapping) == set(parameters)
     used = Counter(key for keys in mapping.values() for key in ([keys] if isinstance(keys, str) else keys))
@@ -221,6 +223,20 @@ def test_two_ranks_read_what_one_does(checkpoint: WanCheckpoint) -> None:
     assert torch.equal(torch.cat([half.ffn.down.weight for half in halves], 1), whole.ffn.down.weight)
 
 
+def test_weights_that_stay_fp8_are_the_dequantised_ones(checkpoint: WanCheckpoint) -> None:
+    """Unpacked and times their scales, bit for bit, on each of two ranks: those of queries, keys and values, too."""
+    for rank in range(2):
+        options = {"dtype": torch.float32, "group": group_of(2, rank)}
+        plain = load_transformer(checkpoint, "transformer", **options).blocks[0]
+        kept = load_transformer(with_row_mx(checkpoint), "transformer", **options).blocks[0]
+        for name in ("attn1.qkv", "attn1.o", "attn2.q", "attn2.k", "attn2.v", "attn2.o", "ffn.up", "ffn.down"):
+            weight, packed = plain.get_parameter(f"{name}.weight"), kept.get_parameter(f"{name}.weight")
+            rows = packed.view(torch.uint8).permute(0, 2, 1).flatten(0, 1).view(FP8).float()
+            scaled = (rows * kept.get_parameter(f"{name}.weight_scale")).t()
+            assert torch.equal(scaled[:, : weight.shape[1]], weight), name
+            assert not scaled[:, weight.shape[1] :].any()  # pads
+
+
 def test_no_value_up_to_448_is_lost(checkpoint: WanCheckpoint) -> None:
     """Beyond 240, where the legacy E4M3 ends, too: multiplied out, and in the weights that stay FP8."""
     special = torch.tensor([448.0, -448.0, 256.0, 240.0, -240.0, 2.0**-9, -0.0, 0.0])
@@ -276,6 +292,14 @@ def test_other_files_are_refused_before_loading(checkpoint: WanCheckpoint, tmp_p
         checkpoint.check()
 
 
+def test_a_file_that_is_not_meant_for_fp8_matmuls(checkpoint: WanCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
+    edit(checkpoint, lambda tensors: tensors.update(scaled_fp8=torch.zeros(2).to(FP8)))
+    checkpoint.check()
+    assert not caplog.records
+    with_row_mx(checkpoint).check()
+    assert "no FP8 matmul is meant for it; attn1, attn2, ffn are computed so, as the settings have it" in caplog.text
+
+
 def test_layers_that_were_left_alone(plain: Path, tmp_path: Path) -> None:
     """In embeddings and output that changes nothing but the weights; in a module that stays FP8 it is refused."""
     folder = make_scaled_fp8_checkpoint(
@@ -302,6 +326,18 @@ def test_layers_that_were_left_alone(plain: Path, tmp_path: Path) -> None:
     for name in ("ffn.up.weight", "ffn.down.weight"):
         expected = exact.blocks[0].get_parameter(name)
         assert torch.allclose(loaded.blocks[0].get_parameter(name), expected, rtol=0.07, atol=1e-3)
+
+
+@pytest.mark.parametrize("task", ["i2v", "ti2v"])
+def test_other_models_have_the_same_layout(task: Any, tmp_path: Path) -> None:
+    """Image-to-video in two files, TI2V-5B in one."""
+    plain = make_tiny_checkpoint(tmp_path / "plain", TinyWan(num_layers=1, text_layers=1, task=task))
+    checkpoint = WanCheckpoint(plain, Fp8Settings(make_scaled_fp8_checkpoint(plain, tmp_path / "fp8")))
+    checkpoint.check()
+    summary = fp8_summary(
+        load_transformer(checkpoint, "transformer", dtype=torch.bfloat16), checkpoint.fp8_file("transformer")
+    )
+    assert (summary.fp8_linears, summary.row_mx_linears) == (16, 10)
 
 
 def test_which_file_is_whose(tmp_path: Path) -> None:
