@@ -93,6 +93,23 @@ def forward_with_first_frame(path: str, latent_shape: tuple[int, ...], sequence_
     return model(latents, torch.tensor([700.0]), text, first_frame_timestep=torch.tensor([0.0])).sample
 
 
+def traced_with_first_frame(path: str, latent_shape: tuple[int, ...]) -> tuple[bool, list[str]]:
+    """Whether a compiled forward gives the eager one's values, and the code of its graphs."""
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    model = load_transformer(WanCheckpoint(Path(path)), "transformer", dtype=torch.float32)
+    inputs = first_frame_inputs(latent_shape, model.config.text_dim)
+    arguments = (inputs[0], torch.tensor([700.0]), inputs[1])
+    first = torch.tensor([0.0])
+    eager = model(*arguments, first_frame_timestep=first).sample
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+    return torch.allclose(compiled(*arguments, first_frame_timestep=first).sample, eager, 1e-4, 1e-5), graphs
+
+
 def first_frame_inputs(latent_shape: tuple[int, ...], text_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return torch.randn(latent_shape, generator=generator), torch.randn(1, 6, text_dim, generator=generator)

@@ -28,6 +28,7 @@ from omni_neuron_wan22 import (
     transformer_mapping,
     vae_mapping,
 )
+from omni_neuron_wan22.published import I2V_A14B, TI2V_5B
 
 A14B = WanConfig()
 UMT5_XXL = UMT5Config()
@@ -124,6 +125,9 @@ def test_image_to_video_and_ti2v(name: str, size: int) -> None:
         config = WanConfig.from_dict(dict(reference.config))
         model = WanTransformer3DModel(config, group=group_of(size))
     check_coverage(model, transformer_mapping(config), dict(reference.state_dict()), size)
+    published = {"Wan2.2-I2V-A14B": I2V_A14B, "Wan2.2-TI2V-5B": TI2V_5B}
+    if name in published:
+        assert config == published[name].transformer
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 8])

@@ -100,7 +100,7 @@ def test_what_may_stand_for_an_image(kind: str, tmp_path: Path) -> None:
         "text": str(path),
         "image": image,
         "list": [image],
-        "palette": image.convert("P"),
+        "palette": image.quantize(4),
         "transparent": image.convert("RGBA"),
     }[kind]
     prompt = {"prompt": "a cat", "multi_modal_data": {"image": value}}

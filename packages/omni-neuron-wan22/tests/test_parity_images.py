@@ -19,6 +19,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from wan22_reference import relative_l2
 
 from omni_neuron_parallel import RankPool, Topology
+from omni_neuron_runtime import COUNTERS
 from omni_neuron_wan22 import NeuronWanI2VPipeline, TinyWan, make_tiny_checkpoint
 from omni_neuron_wan22.conditioning import given_frames_mask
 
@@ -107,6 +108,38 @@ def test_first_frame_with_a_timestep_of_its_own(
     function = image_reference.forward_with_first_frame
     for actual in on_topology(two_ranks, topology, function, path, shape, sequence_parallel):
         assert relative_l2(actual, expected) <= 1e-5
+
+
+def test_first_frame_traces_into_one_graph_for_all_ranks(checkpoints: Checkpoints, two_ranks: RankPool) -> None:
+    """The first rank holds all of the first frame's tokens; the graph knows nothing of that."""
+    arguments = (str(checkpoints("ti2v")), (1, 48, 3, 6, 10))
+    results = on_topology(two_ranks, Topology(cp=2), image_reference.traced_with_first_frame, *arguments)
+    assert [same for same, _ in results] == [True, True]
+    assert len(results[0][1]) == 1
+    assert results[0][1] == results[1][1]
+
+
+@torch.inference_mode()
+def test_what_compiles_with_an_image(checkpoints: Checkpoints) -> None:
+    torch._dynamo.reset()
+    pipeline = make_pipeline(str(checkpoints("ti2v")))
+    pipeline.compile(backend="neuron_check")
+    settings = {"height": 32, "width": 64, "num_frames": 5, "num_inference_steps": 2, "max_sequence_length": 16}
+
+    def graphs_of(images: dict) -> int:
+        before = COUNTERS.graphs
+        request = OmniDiffusionRequest(
+            prompt={"prompt": "a cat", "multi_modal_data": images},
+            sampling_params=OmniDiffusionSamplingParams(seed=1, **settings),
+            request_id="test",
+        )
+        pipeline(DiffusionRequestBatch(requests=[request]))
+        return COUNTERS.graphs - before
+
+    # Text encoder, its projection, the DiT, the decoder's first and later chunks, the encoder's first chunk.
+    assert graphs_of({"image": make_image(0)}) == 6
+    assert graphs_of({"image": make_image(1)}) == 0
+    assert graphs_of({}) == 1  # the DiT whose frames have one timestep
 
 
 @pytest.mark.parametrize("topology", [Topology(), Topology(tp=2)], ids=["tp1", "tp2"])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ from omni_neuron_wan22 import (
     WanConfigError,
     WanTransformer3DModel,
 )
-from omni_neuron_wan22.planning import from_checkpoint, model_sizes, t2v_a14b
+from omni_neuron_wan22.planning import from_checkpoint, i2v_a14b, model_sizes, t2v_a14b, ti2v_5b
+from omni_neuron_wan22.published import I2V_A14B, T2V_A14B, TI2V_5B
 
 TRN2 = TARGETS["trn2"]
 SMALL, LARGE = VideoShape(480, 832, 81), VideoShape(720, 1280, 81)
@@ -112,6 +113,22 @@ def test_weights_of_a_rank_are_those_of_the_real_modules(tp: int, in_bfloat16: N
     assert sizes.text_encoder.bytes(tp, 2) == module_bytes(text)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        I2V_A14B.transformer,
+        replace(I2V_A14B.transformer, image_dim=1280, added_kv_proj_dim=5120, pos_embed_seq_len=514),
+        TI2V_5B.transformer,
+    ],
+    ids=["i2v", "flf2v", "ti2v"],
+)
+def test_weights_of_the_other_models(config: WanConfig, in_bfloat16: None) -> None:
+    with torch.device("meta"):
+        module = WanTransformer3DModel(config, group=group_of("tp", 4))
+    sizes = model_sizes("model", 1, config, UMT5Config(), T2V_A14B.vae)
+    assert sizes.dit.bytes(4, 2) == module_bytes(module)
+
+
 def test_padded_shards_are_counted(in_bfloat16: None) -> None:
     with torch.device("meta"):
         module = WanTransformer3DModel(TINY, group=group_of("tp", 4))
@@ -123,6 +140,8 @@ def test_parameters_of_a14b() -> None:
     assert sizes.dit.parameters() == 14_288_491_584
     assert round(sizes.text_encoder.parameters() / 1e9, 2) == 5.68
     assert (sizes.experts, sizes.layers, sizes.heads, sizes.hidden, sizes.ffn) == (2, 40, 40, 5120, 13824)
+    assert 0 < i2v_a14b().dit.parameters(1) - sizes.dit.parameters(1) == 20 * 4 * 5120
+    assert 4.9e9 < ti2v_5b().dit.parameters(1) < 5.1e9
 
 
 @pytest.mark.parametrize(

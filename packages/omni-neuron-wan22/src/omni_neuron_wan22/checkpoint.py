@@ -168,6 +168,8 @@ class WanCheckpoint:
                 f"{self.path / 'model_index.json'}: _class_name = {pipeline!r}; "
                 f"omni-neuron-wan22 runs {', '.join(SUPPORTED_PIPELINES)}"
             )
+        needed = [*self.experts, "text_encoder", "tokenizer", "vae"]
+        self._check_folders(needed)  # before the task is read from one of them
         if self.task not in SUPPORTED_PIPELINES[pipeline]:
             right = next(name for name, tasks in SUPPORTED_PIPELINES.items() if self.task in tasks)
             raise WanConfigError(
@@ -181,9 +183,10 @@ class WanCheckpoint:
                 f"{self.path / 'model_index.json'}: expand_timesteps is set, which makes this TI2V-5B, and "
                 "transformer_2 is listed; TI2V-5B has one expert"
             )
-        needed = [*self.experts, "text_encoder", "tokenizer", "vae"]
         if any(self.transformer_config(expert).image_dim is not None for expert in self.experts):
-            needed += ["image_encoder", "image_processor"]
+            self._check_folders([*needed, "image_encoder", "image_processor"])
+
+    def _check_folders(self, needed: list[str]) -> None:
         missing = [component for component in needed if not (self.path / component).is_dir()]
         if missing:
             raise WanConfigError(

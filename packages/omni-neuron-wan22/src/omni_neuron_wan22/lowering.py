@@ -14,10 +14,12 @@ from omni_neuron_parallel import get_group
 from omni_neuron_runtime import Component
 from omni_neuron_wan22.checkpoint import WanCheckpoint
 from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError
+from omni_neuron_wan22.published import I2V_A14B, T2V_A14B, TI2V_5B, PublishedModel
 from omni_neuron_wan22.request import DEFAULT_MAX_SEQUENCE_LENGTH
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel
 from omni_neuron_wan22.vae_decoder import NeuronWanDecoder3d
+from omni_neuron_wan22.vae_encoder import NeuronWanEncoder3d
 
 COMPONENTS = get_args(Component)
 
@@ -48,7 +50,8 @@ class WanComponents:
         """One rank's module, empty, and the keyword arguments of one call; the ranks are those of the parallel groups.
 
         Args:
-            component: "transformer", "text_encoder" or "vae" (the decoder of every latent frame but the first).
+            component: "transformer", "text_encoder", "vae" (the decoder of every latent frame but the first) or
+                "vae_encoder" (the same of the encoder).
             height, width: pixels.
             frames: of the video.
             dtype: of weights and activations.
@@ -60,7 +63,7 @@ class WanComponents:
         """
         if component not in COMPONENTS:
             raise WanConfigError(f"component = {component!r}: valid are {', '.join(COMPONENTS)}")
-        if layers is not None and component == "vae":
+        if layers is not None and component.startswith("vae"):
             raise WanConfigError(f"layers = {layers}: the VAE is lowered whole")
         scale = self.vae_config.scale_factor_spatial
         grid = ((frames - 1) // self.vae_config.scale_factor_temporal + 1, height // scale, width // scale)
@@ -69,7 +72,9 @@ class WanComponents:
         try:
             if component == "transformer":
                 return self._transformer(grid, layers, sequence_parallel)
-            return self._text_encoder(layers) if component == "text_encoder" else self._vae(grid)
+            if component == "text_encoder":
+                return self._text_encoder(layers)
+            return self._vae(grid) if component == "vae" else self._vae_encoder(height, width)
         finally:
             torch.set_default_dtype(before)
 
@@ -83,6 +88,10 @@ class WanComponents:
         heads = config.num_attention_heads // get_group("tp").size
         shape = (1, heads, DEFAULT_MAX_SEQUENCE_LENGTH, config.attention_head_dim)
         pairs = [(torch.empty(shape), torch.empty(shape)) for _ in range(config.num_layers)]
+        if config.image_dim is not None:
+            raise WanConfigError(
+                f"image_dim = {config.image_dim}: a DiT with image embeddings is not lowered; those of Wan2.2 have none"
+            )
         return model, {
             "hidden_states": torch.empty(1, config.in_channels, *grid),
             "timestep": torch.empty(1, dtype=torch.float32),
@@ -106,12 +115,36 @@ class WanComponents:
             "first_chunk": False,
         }
 
+    def _vae_encoder(self, height: int, width: int) -> tuple[nn.Module, dict[str, Any]]:
+        config = self.vae_config
+        encoder = NeuronWanEncoder3d(config)
+        frames = torch.empty(
+            1, config.in_channels, config.scale_factor_temporal, height // config.patch, width // config.patch
+        )
+        return encoder.requires_grad_(False), {
+            "chunk": frames,
+            "feature_cache": encoder.empty_feature_cache(frames),
+            "first_chunk": False,
+        }
+
 
 def t2v_a14b() -> WanComponents:
-    """Wan2.2 T2V-A14B, from the configurations' defaults."""
-    z_dim = WanConfig().in_channels
-    vae = VaeConfig(z_dim=z_dim, latents_mean=(0.0,) * z_dim, latents_std=(1.0,) * z_dim)
-    return WanComponents(WanConfig(), UMT5Config(), vae)
+    """Wan2.2 T2V-A14B."""
+    return _of(T2V_A14B)
+
+
+def i2v_a14b() -> WanComponents:
+    """Wan2.2 I2V-A14B."""
+    return _of(I2V_A14B)
+
+
+def ti2v_5b() -> WanComponents:
+    """Wan2.2 TI2V-5B, without an image."""
+    return _of(TI2V_5B)
+
+
+def _of(model: PublishedModel) -> WanComponents:
+    return WanComponents(model.transformer, model.text_encoder, model.vae)
 
 
 def from_checkpoint(folder: str | Path) -> WanComponents:

@@ -11,6 +11,7 @@ from pathlib import Path
 from omni_neuron_parallel.planning import Linear, ModelSizes, Rows, Split, VaeSizes, Vector, Weights
 from omni_neuron_wan22.checkpoint import WanCheckpoint
 from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError
+from omni_neuron_wan22.published import I2V_A14B, T2V_A14B, TI2V_5B, PublishedModel
 from omni_neuron_wan22.request import DEFAULT_MAX_SEQUENCE_LENGTH
 from omni_neuron_wan22.vae import VaeTiling
 
@@ -19,10 +20,22 @@ CACHED_FRAMES = 2  # by every convolution over three frames
 
 
 def t2v_a14b() -> ModelSizes:
-    """Wan2.2 T2V-A14B in bfloat16, from the configurations' defaults."""
-    z_dim = WanConfig().in_channels
-    vae = VaeConfig(z_dim=z_dim, latents_mean=(0.0,) * z_dim, latents_std=(1.0,) * z_dim)
-    return model_sizes("wan22-t2v-a14b", 2, WanConfig(), UMT5Config(), vae)
+    """Wan2.2 T2V-A14B in bfloat16."""
+    return _of(T2V_A14B)
+
+
+def i2v_a14b() -> ModelSizes:
+    """Wan2.2 I2V-A14B in bfloat16. What the VAE's encoder takes besides is not in it."""
+    return _of(I2V_A14B)
+
+
+def ti2v_5b() -> ModelSizes:
+    """Wan2.2 TI2V-5B in bfloat16. What the VAE's encoder takes besides is not in it."""
+    return _of(TI2V_5B)
+
+
+def _of(model: PublishedModel) -> ModelSizes:
+    return model_sizes(model.name, model.experts, model.transformer, model.text_encoder, model.vae)
 
 
 def from_checkpoint(folder: str | Path) -> ModelSizes:
@@ -71,7 +84,7 @@ def _transformer(config: WanConfig) -> Weights:
         return Linear(name, inputs, outputs, layers, split, rows, multiple_of=multiple_of)
 
     own, cross, embeddings = "self-attention projections", "cross-attention projections", "embeddings and output"
-    linears = (
+    linears: tuple[Linear, ...] = (
         block(own, dim, 3 * dim, "column", multiple_of=3 * config.attention_head_dim),
         block(own, dim, dim, "row"),
         block(cross, dim, dim, "column"),
@@ -87,7 +100,21 @@ def _transformer(config: WanConfig) -> Weights:
         Linear(embeddings, config.text_dim, dim, rows="text"),
         Linear(embeddings, dim, dim, rows="text"),
     )
+    image_vectors: tuple[Vector, ...] = ()
+    if config.image_dim is not None:
+        # As many rows as the text has; CLIP's 257 or 514 are near enough.
+        linears += (
+            block(cross, dim, 2 * dim, "column", "text"),
+            Linear(embeddings, config.image_dim, config.image_dim, rows="text"),
+            Linear(embeddings, config.image_dim, dim, rows="text"),
+        )
+        image_vectors = (
+            Vector(dim, layers, split=True),  # gain of the image's keys
+            Vector(2 * (config.image_dim + dim), itemsize=FLOAT32),
+            Vector(config.image_dim, config.pos_embed_seq_len or 0),
+        )
     vectors = (
+        *image_vectors,
         Vector(dim, 4 * layers, split=True),  # gains of q and k in both attentions
         Vector(6 * dim, layers, itemsize=FLOAT32),  # modulation
         Vector(2 * dim, layers if config.cross_attn_norm else 0, itemsize=FLOAT32),

@@ -23,9 +23,11 @@ PIPELINE_REGISTRY = [
 
 # For `vllm-omni-neuron plan`: functions that return a `ModelSizes`, without arguments by a model's name, and with a
 # checkpoint folder by the `_class_name` of its model_index.json.
-PLANNABLE_MODELS = {"wan22-t2v-a14b": "omni_neuron_wan22.planning:t2v_a14b"}
-PLANNABLE_CHECKPOINTS = {"WanPipeline": "omni_neuron_wan22.planning:from_checkpoint"}
+_FUNCTIONS = {"wan22-t2v-a14b": "t2v_a14b", "wan22-i2v-a14b": "i2v_a14b", "wan22-ti2v-5b": "ti2v_5b"}
+_CHECKPOINTS = [entry["model_arch"] for entry in PIPELINE_REGISTRY]
+PLANNABLE_MODELS = {name: f"omni_neuron_wan22.planning:{function}" for name, function in _FUNCTIONS.items()}
+PLANNABLE_CHECKPOINTS = dict.fromkeys(_CHECKPOINTS, "omni_neuron_wan22.planning:from_checkpoint")
 
 # For `vllm-omni-neuron lower`, likewise; these return an object with `make(component, …)`.
-LOWERABLE_MODELS = {"wan22-t2v-a14b": "omni_neuron_wan22.lowering:t2v_a14b"}
-LOWERABLE_CHECKPOINTS = {"WanPipeline": "omni_neuron_wan22.lowering:from_checkpoint"}
+LOWERABLE_MODELS = {name: f"omni_neuron_wan22.lowering:{function}" for name, function in _FUNCTIONS.items()}
+LOWERABLE_CHECKPOINTS = dict.fromkeys(_CHECKPOINTS, "omni_neuron_wan22.lowering:from_checkpoint")

@@ -240,9 +240,11 @@ def _prompts(prompt: Any) -> tuple[str, str]:
 
 
 def media_of(prompt: Any) -> dict[str, Any]:
-    """What `multi_modal_data` of a prompt holds, by name."""
+    """What `multi_modal_data` of a prompt holds, by name; None and an empty list are nothing."""
     data = {} if isinstance(prompt, str) else prompt.get("multi_modal_data") or {}
-    return {name: value for name, value in data.items() if value is not None and value != []}
+    return {
+        name: value for name, value in data.items() if not (value is None or (isinstance(value, list) and not value))
+    }
 
 
 def _media(prompt: Any, defaults: EngineDefaults) -> dict[str, Any]:
@@ -275,9 +277,9 @@ def _size_of_image(
     area = defaults.model.height * defaults.model.width
     by_height = math.sqrt(area * aspect) if width is None else width * aspect
     by_width = math.sqrt(area / aspect) if height is None else height / aspect
-    sizes = tuple(max(stride, round(size) // stride * stride) for size in (by_height, by_width))
-    logger.info("height × width of %d×%d follow the image's aspect ratio", height or sizes[0], width or sizes[1])
-    return sizes
+    made_height, made_width = (max(stride, round(size) // stride * stride) for size in (by_height, by_width))
+    logger.info("height × width of %d×%d follow the image's aspect ratio", height or made_height, width or made_width)
+    return made_height, made_width
 
 
 def _scale(name: str, value: float | None, provided: bool) -> float | None:
