@@ -12,6 +12,8 @@ from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n(?P<code>.*)')
 
+DATA_DEPENDENT_SHAPE = "its shape depends on data: use torch.where or a mask of fixed shape"
+
 
 class CompileError(RuntimeError):
     """A graph cannot be compiled; the message names graph, node, source line and advice."""
@@ -55,8 +57,14 @@ def compile_errors(what: str) -> Iterator[None]:
             raise error.inner_exception from None
         raise
     except torch._dynamo.exc.Unsupported as error:
+        advice = (
+            # How torch before 2.10 ends the trace; later ones leave the node for the backend to refuse.
+            DATA_DEPENDENT_SHAPE
+            if "Dynamic shape operator" in str(error)
+            else "move what cannot be traced (prints, .item(), data-dependent branches, host arithmetic) out of the "
+            "component's forward"
+        )
         raise CompileError(
             f"{what} is not one full graph: {error}\nEvery component is compiled with fullgraph=True, because a break "
-            f"would move data between host and device; move what cannot be traced (prints, .item(), data-dependent "
-            f"branches, host arithmetic) out of the component's forward"
+            f"would move data between host and device; {advice}"
         ) from error

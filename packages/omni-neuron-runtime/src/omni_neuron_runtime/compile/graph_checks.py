@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from omni_neuron_runtime.compile.errors import CompileError, node_error
+from omni_neuron_runtime.compile.errors import DATA_DEPENDENT_SHAPE, CompileError, node_error
 from omni_neuron_runtime.compile.kernel_ops import kernel_op
 from omni_neuron_runtime.compile.replica_groups import partition_of
 
@@ -55,8 +55,8 @@ _FORBIDDEN_DTYPES = {
 }
 
 _ADVICE = {
-    "nonzero": "its shape depends on data: use torch.where or a mask of fixed shape",
-    "masked_select": "its shape depends on data: use torch.where or a mask of fixed shape",
+    "nonzero": DATA_DEPENDENT_SHAPE,
+    "masked_select": DATA_DEPENDENT_SHAPE,
     "_local_scalar_dense": "it reads a value on the host: keep the value a tensor",
     "rand": "random numbers are drawn outside of graphs: pass them in as a tensor",
     "randn": "random numbers are drawn outside of graphs: pass them in as a tensor",
@@ -134,7 +134,7 @@ def _check_values(node: fx.Node, name: str) -> None:
 def _dynamic(node: fx.Node, name: str) -> CompileError:
     shape = str(node.meta.get("val"))
     if re.search(r"\bu\d+\b", shape):  # torch's name of a size that only running the graph can tell
-        advice = "its shape depends on data: use torch.where or a mask of fixed shape"
+        advice = DATA_DEPENDENT_SHAPE
     else:
         advice = "compile with dynamic=False and give every request of one shape the same sizes"
     return node_error(name, node, f"has a dynamic shape ({shape})", advice)
