@@ -20,6 +20,7 @@ class LowerComponent(StrEnum):
     TRANSFORMER = "transformer"
     TEXT_ENCODER = "text_encoder"
     VAE = "vae"
+    VAE_ENCODER = "vae_encoder"
 
 
 class LowerDtype(StrEnum):
