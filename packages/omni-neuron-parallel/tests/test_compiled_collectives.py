@@ -20,6 +20,7 @@ from omni_neuron_parallel import (
     get_group,
     initialize_parallel,
 )
+from omni_neuron_runtime import declared_world, execute_on_all_ranks, lower_on_paper
 
 LAYOUTS = [Topology(tp=t, cp=c, cfg=g) for t, c, g in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2)) if 1 < t * c * g <= 8]
 LARGE = [Topology(tp=4, cp=8, cfg=2), Topology(tp=8, cp=4)]
@@ -43,6 +44,45 @@ def test_stablehlo_collectives_on_four_ranks(four_ranks: RankPool, tmp_path: Pat
     assert {tuple(report["keys"]) for report in cold + warm} == {tuple(cold[0]["keys"])}
     assert len(cold[0]["keys"]) == 1
     assert max(report["difference"] for report in cold + warm) < 1e-5
+
+
+class Collectives(torch.nn.Module):
+    """Every collective on every axis of more than one rank."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        groups = [get_group(axis) for axis in ("tp", "cp", "cfg")]
+        return [
+            result
+            for group in groups
+            for result in (
+                group.all_reduce(x),
+                group.all_gather(x, 1),
+                group.reduce_scatter(x, 0),
+                group.start_rotate(x)() + 1,
+            )
+        ]
+
+
+def test_eight_ranks_in_one_process() -> None:
+    pytest.importorskip("torch_mlir", reason="the extra [stablehlo] of omni-neuron-runtime is not installed")
+    topology = Topology(tp=2, cp=2, cfg=2)
+    with declared_world(topology.world_size):
+        initialize_parallel(topology)
+        try:
+            [graph] = lower_on_paper(lambda: (Collectives(), {"x": torch.empty(4, 6)}), "collectives")
+        finally:
+            destroy_parallel()
+    given = [torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)) for rank in range(topology.world_size)]
+    results = execute_on_all_ranks(graph.text, [[x] for x in given])
+    for place, axis in enumerate(("tp", "cp", "cfg")):
+        for group in topology.groups(axis):
+            parts = [given[rank] for rank in group]
+            for index, rank in enumerate(group):
+                reduced, gathered, scattered, rotated = results[rank][4 * place : 4 * place + 4]
+                torch.testing.assert_close(reduced, sum(parts))
+                assert torch.equal(gathered, torch.cat(parts, dim=1))
+                torch.testing.assert_close(scattered, sum(parts).chunk(len(group))[index])  # type: ignore[union-attr]
+                assert torch.equal(rotated, parts[index - 1] + 1)
 
 
 @pytest.mark.parametrize("topology", LAYOUTS + LARGE, ids=str)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,15 @@ from omni_neuron_runtime import ArtifactCache
 from vllm_omni_neuron.cli import app
 
 runner = CliRunner()
+# Two modulated norms and the last one behind the blocks, projections of one rank of several, self- and cross-attention.
+KERNELS = {
+    "adaln_modulate": 3,
+    "gated_adaln_modulate": 1,
+    "qkv_partial": 1,
+    "flash_attention": 2,
+    "output_projection": 2,
+    "mlp": 1,
+}
 
 
 def lower(output: Path, *arguments: str) -> tuple[int, str, str]:
@@ -35,6 +45,13 @@ def test_one_block_of_the_real_size(tmp_path: Path) -> None:
     text = Path(report["file"]).read_text()
     assert text.count("stablehlo.all_reduce") == 5 and "f64" not in text
     assert json.loads((tmp_path / "transformer.json").read_text()) == report
+    kernels: Counter[str] = Counter()
+    for row in report["composites"]:
+        kernels[row["name"].partition(".")[2]] += row["count"]
+    assert kernels == KERNELS
+    assert all(text.count(f'composite "omni_neuron_kernels.{name}"') == n for name, n in KERNELS.items())
+    [mlp] = [row for row in report["composites"] if row["name"].endswith(".mlp")]
+    assert mlp["operands"]["up_weight"] == "tensor<5120x3456xbf16>" and mlp["results"] == ["tensor<1x4095x5120xbf16>"]
     # S = 21 · 30 · 52 = 32760 tokens, 4095 of them on each of 8 ranks, 5120 bfloat16 wide.
     largest = max(report["collectives"], key=lambda row: row["bytes_each"])
     assert (largest["operation"], largest["bytes_each"]) == ("all_reduce", 4095 * 5120 * 2)

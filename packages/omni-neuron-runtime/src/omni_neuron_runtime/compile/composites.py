@@ -208,7 +208,7 @@ def _attribute(value: Any) -> str:
         return f"{value} : i64"
     if isinstance(value, float):
         digits, _, exponent = repr(value).partition("e")
-        return f"{digits if '.' in digits else f'{digits}.0'}{f'e{exponent}' if exponent else ''} : f64"
+        return f"{digits if '.' in digits else f'{digits}.0'}{f'e{exponent}' if exponent else ''} : f32"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_attribute, value))}]"
     return json.dumps(str(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -132,6 +133,15 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(
             "", f"{row['count']} × {what} of {row['bytes_each'] / 2**20:.2f} MiB, {groups}: {row['groups'][0]} …"
         )
+    kernels: Counter[str] = Counter()
+    for row in report["composites"]:
+        kernels[row["name"]] += row["count"]
+    table.add_row("kernels", f"{kernels.total()} calls as stablehlo.composite")
+    for name, count in kernels.most_common():
+        operands = [row["operands"] for row in report["composites"] if row["name"] == name]
+        first = ", ".join(f"{key} {kind.removeprefix('tensor<').rstrip('>')}" for key, kind in operands[0].items())
+        more = f"; {len(operands) - 1} other kinds" if len(operands) > 1 else ""
+        table.add_row("", f"{count} × {name}: {first}{more}")
     table.add_row("seconds", f"{report['capture_seconds']} capture, {report['lowering_seconds']} lowering")
     table.add_row("peak memory", f"{report['peak_memory_bytes'] / 2**30:.2f} GiB")
     out().print(table)
