@@ -168,7 +168,7 @@ WIDTH = "spatial_shard_width"
         ({"additional_config": {"context_method": "Ring"}}, "context_method = 'Ring': valid .* auto, gather, ring$"),
         ({"dtype": "float16"}, "dtype = torch.float16: valid values are bfloat16 and float32"),
         ({"enable_layerwise_offload": True}, "enable_layerwise_offload = True"),
-        ({"cache_backend": "cache_dit"}, "cache_backend = 'cache_dit'"),
+        ({"cache_backend": "tea_cache"}, "cache_backend = 'tea_cache': valid are none, cache_dit"),
     ],
 )
 def test_engine_settings_that_this_version_lacks(plain: Path, settings: dict[str, Any], message: str) -> None:

@@ -117,7 +117,8 @@ class WanDenoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, D
         guided = scale > 1.0
         # With CFG parallelism this rank computes one branch, and needs the text of that one only.
         branches, branch = get_topology().cfg, get_group("cfg").rank
-        timestep = timestep.expand(latents.shape[0])
+        # Of one dtype, whichever solver made it: another one would be another graph.
+        timestep = timestep.float().expand(latents.shape[0])
         shared: dict[str, Any] = {"current_model": getattr(self, expert), "hidden_states": latents}
         if trajectory.condition is not None:
             shared |= trajectory.condition.inputs(latents, timestep)
