@@ -140,7 +140,7 @@ def _print(report: dict[str, Any]) -> None:
     for name, count in kernels.most_common():
         operands = [row["operands"] for row in report["composites"] if row["name"] == name]
         first = ", ".join(f"{key} {kind.removeprefix('tensor<').rstrip('>')}" for key, kind in operands[0].items())
-        more = f"; {len(operands) - 1} other kinds" if len(operands) > 1 else ""
+        more = f"; {len(operands)} kinds" if len(operands) > 1 else ""
         table.add_row("", f"{count} × {name}: {first}{more}")
     table.add_row("seconds", f"{report['capture_seconds']} capture, {report['lowering_seconds']} lowering")
     table.add_row("peak memory", f"{report['peak_memory_bytes'] / 2**30:.2f} GiB")
