@@ -15,9 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_omni_neuron.cli import options
-from vllm_omni_neuron.cli.engine import GenerationRequest
-from vllm_omni_neuron.cli.run import Reporting, generate_videos
+from vllm_omni_neuron.cli import GenerationRequest, Reporting, generate_videos, options
 
 FULL = {"height": 480, "width": 832, "num_frames": 81, "num_inference_steps": 40}
 DEV = {"height": 128, "width": 208, "num_frames": 5, "num_inference_steps": 10}

@@ -12,9 +12,7 @@ from pathlib import Path
 import typer
 from run import SEED, Dev, shape
 
-from vllm_omni_neuron.cli import options
-from vllm_omni_neuron.cli.engine import GenerationRequest
-from vllm_omni_neuron.cli.run import Reporting, generate_videos
+from vllm_omni_neuron.cli import GenerationRequest, Reporting, generate_videos, options
 
 
 def main(

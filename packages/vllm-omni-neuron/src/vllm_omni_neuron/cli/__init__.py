@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import typer
 
+from . import options
 from .cache import cache
 from .compare import compare
 from .convert import convert_stage_config
 from .doctor import doctor
+from .engine import GenerationRequest
 from .generate import generate
 from .judge import judge
 from .lower import lower
 from .models import models
 from .plan import plan
+from .run import Reporting, generate_videos
 from .version import version
 
 app = typer.Typer(
@@ -44,4 +47,5 @@ def main() -> None:
     app()
 
 
-__all__ = ["app", "main"]
+# Beside the command line itself, what a script with options of its own builds on: see examples/wan22.
+__all__ = ["GenerationRequest", "Reporting", "app", "generate_videos", "main", "options"]
