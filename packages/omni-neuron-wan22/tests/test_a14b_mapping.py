@@ -105,7 +105,6 @@ def test_both_experts(a14b_state: dict[str, torch.Tensor], size: int) -> None:
 # What transformer/config.json of the other checkpoints has unlike T2V-A14B's.
 OTHERS: dict[str, dict[str, Any]] = {
     "Wan2.2-I2V-A14B": {"in_channels": 36},
-    "Wan2.1-I2V-14B": {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
     "Wan2.1-FLF2V-14B": {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120, "pos_embed_seq_len": 514},
     "Wan2.2-TI2V-5B": {
         "in_channels": 48,
