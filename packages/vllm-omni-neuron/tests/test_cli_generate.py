@@ -310,16 +310,18 @@ def test_the_table(arguments: list[str], fake_engine: Engine) -> None:
     assert rows["seconds"] == "text 1.2, denoise 30.0, vae 4.5, start 10.0, total 36.0"
 
 
-def test_image_quantisation_and_cache_are_in_the_table(arguments: list[str], fake_engine: Engine) -> None:
+def test_image_adapter_quantisation_and_cache_are_in_the_table(arguments: list[str], fake_engine: Engine) -> None:
     layers = {"linears": 12, "row_mx_linears": 8}
     branch = {"steps": 10, "cached_steps": [5, 6, 8]}
     report = {
         "image": {"size": [1000, 500], "policy": "resize", "aspect_error": 0.154},
+        "lora": {"name": "fox", "scale": 0.5},
         "quantization": {"method": "fp8_row_mx", "computed_by": "by torch", "experts": {"transformer": layers}},
         "cache": {"backend": "cache_dit", "experts": {"transformer": {"positive": branch, "negative": branch}}},
     }
     fake_engine.answer = output(report={**REPORT, **report})
     table = [" ".join(line.split()) for line in run([*arguments, "--seed", "7"], code=0)[0].splitlines()]
+    assert "lora fox, scale 0.5" in table
     assert "image 1000×500, policy resize, 15.4% stretched" in table
     assert "quantized fp8_row_mx: transformer 8 of 12 linear layers; by torch" in table
     assert "cache cache_dit: transformer 6 of 20 forwards reused" in table

@@ -32,6 +32,7 @@ REPORTED = (
     "vae_patch",
     "vae_tiling",
     "image",
+    "lora",
     "quantization",
     "cache",
 )
@@ -104,6 +105,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         "layout": _layout(summary),
         "dtype": summary["dtype"] or MISSING,
         **_image(summary["image"]),
+        **_lora(summary["lora"]),
         **_quantization(summary["quantization"]),
         **_cache(summary["cache"]),
         **_sources(summary["sources"]),
@@ -141,6 +143,11 @@ def _image(report: Any) -> dict[str, str]:
     done = "cut off" if report["policy"] == "crop" else "stretched"
     change = f", {report['aspect_error']:.1%} {done}" if report["aspect_error"] else ""
     return {"image": f"{width}×{height}, policy {report['policy']}{change}"}
+
+
+def _lora(report: Any) -> dict[str, str]:
+    """Of `{"name", "scale"}`."""
+    return {"lora": f"{report['name']}, scale {report['scale']:g}"} if isinstance(report, Mapping) else {}
 
 
 def _quantization(report: Any) -> dict[str, str]:
