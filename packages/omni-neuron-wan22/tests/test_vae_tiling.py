@@ -10,23 +10,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
-from vae_ranks import TILING, decode_on_group, make_latents, make_vae
+from vae_ranks import TILING, decode_on_group, make_latents, make_vae, make_video
 from wan22_reference import relative_l2
 
 from omni_neuron_parallel import RankPool, Topology, stitch_tiles
 from omni_neuron_wan22 import NeuronAutoencoderKLWan, VaeConfig, VaeTiling, WanConfigError
+from omni_neuron_wan22.published import T2V_A14B, TI2V_5B
 
-WAN21 = VaeConfig(latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16)
-WAN22 = VaeConfig(
-    z_dim=48,
-    is_residual=True,
-    in_channels=12,
-    out_channels=12,
-    patch_size=2,
-    scale_factor_spatial=16,
-    latents_mean=(0.0,) * 48,
-    latents_std=(1.0,) * 48,
-)
+WAN21, WAN22 = T2V_A14B.vae, TI2V_5B.vae
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +116,7 @@ def test_a_video_smaller_than_a_tile_is_decoded_whole(tiny: Path) -> None:
     assert torch.equal(vae.decode(latents, tiling=VaeTiling()), vae.decode(latents))
 
 
-def small_vae() -> NeuronAutoencoderKLWan:
+def one_level_vae() -> NeuronAutoencoderKLWan:
     """One resampling instead of three, which is soon traced: 2 pixels and 2 frames a latent."""
     config = VaeConfig(
         base_dim=8,
@@ -137,7 +128,7 @@ def small_vae() -> NeuronAutoencoderKLWan:
         scale_factor_temporal=2,
         scale_factor_spatial=2,
     )
-    vae = NeuronAutoencoderKLWan(config)
+    vae = NeuronAutoencoderKLWan(config, encoder=True)
     generator = torch.Generator().manual_seed(3)
     for parameter in vae.parameters():
         parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
@@ -146,7 +137,7 @@ def small_vae() -> NeuronAutoencoderKLWan:
 
 def test_tiles_are_two_graphs_and_one_cache_at_a_time() -> None:
     latents, tiling = make_latents(3, 13, 10), VaeTiling(16, 16, 12, 12)
-    vae = small_vae()
+    vae = one_level_vae()
     eager = vae.decode(latents, tiling=tiling)
     assert eager.shape == (1, 3, 5, 26, 20)
     chunks: list[tuple[bool, tuple[int, ...]]] = []
@@ -165,10 +156,18 @@ def test_tiles_are_two_graphs_and_one_cache_at_a_time() -> None:
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = small_vae()
+    compiled = one_level_vae()
     compiled.decoder.compile(fullgraph=True, dynamic=False, backend=run_as_is)
     torch.testing.assert_close(compiled.decode(latents, tiling=tiling), eager, rtol=1e-4, atol=1e-5)
     assert len(graphs) == 2
+
+    # The encoder: two more, whatever the number of frames and tiles.
+    video = make_video(5, 26, 20)
+    latents = vae.encode(video, tiling=tiling)
+    compiled.encoder.compile(fullgraph=True, dynamic=False, backend=run_as_is)
+    torch.testing.assert_close(compiled.encode(video, tiling=tiling), latents, rtol=1e-4, atol=1e-5)
+    compiled.encode(video[:, :, :3], tiling=tiling)
+    assert len(graphs) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -104,3 +104,28 @@ def test_nothing_holds_on_to_the_device_memory(monkeypatch: pytest.MonkeyPatch) 
         assert all(storage() is None for storage in storages)
     assert model.state() == before
     assert model.left.untyped_storage().data_ptr() == model.right.untyped_storage().data_ptr()
+
+
+def test_a_compiled_module_is_not_compiled_again() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def run_as_is(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 5).requires_grad_(False)
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return 2 * self.linear(value)
+
+    torch._dynamo.reset()
+    model, value = Doubled(), torch.ones(6)
+    model.compile(backend=run_as_is, fullgraph=True, dynamic=False)
+    before = model(value)
+    with weights_on_host([model]):
+        pass
+    assert torch.equal(model(value), before)
+    assert len(graphs) == 1

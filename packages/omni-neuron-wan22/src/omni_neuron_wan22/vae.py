@@ -159,7 +159,8 @@ class NeuronAutoencoderKLWan(nn.Module):
         """
         self._check_video(video)
         tiling, group = tiling or self.tiling, group or AxisGroup("vae_patch")
-        frames = (video.shape[2] - 1) // self.config.scale_factor_temporal + 1
+        frames, height, width = video.shape[2:]
+        frames = (frames - 1) // self.config.scale_factor_temporal + 1
         # From the host, so that chunks and tiles reach the device in one piece, of one layout and in the VAE's dtype.
         video = video.cpu()
         if tiling is None and group.ranks == (0,):
@@ -167,7 +168,7 @@ class NeuronAutoencoderKLWan(nn.Module):
         return run_tiles(
             video,
             self._encode_chunks,
-            (tiling or VaeTiling()).encoding_plan(*video.shape[3:], self.config),
+            (tiling or VaeTiling()).encoding_plan(height, width, self.config),
             channels=self.config.z_dim,
             frames=frames,
             dtype=self.dtype,
@@ -202,7 +203,8 @@ class NeuronAutoencoderKLWan(nn.Module):
             WanConfigError: a tiling that does not fit the VAE.
         """
         tiling, group = tiling or self.tiling, group or AxisGroup("vae_patch")
-        frames = self.config.scale_factor_temporal * (latents.shape[2] - 1) + 1
+        frames, height, width = latents.shape[2:]
+        frames = self.config.scale_factor_temporal * (frames - 1) + 1
         latents = latents.cpu()
         video: torch.Tensor | None
         if tiling is None and group.ranks == (0,):
@@ -211,7 +213,7 @@ class NeuronAutoencoderKLWan(nn.Module):
             video = run_tiles(
                 latents,
                 self._decode_chunks,
-                (tiling or VaeTiling()).decoding_plan(*latents.shape[3:], self.config),
+                (tiling or VaeTiling()).decoding_plan(height, width, self.config),
                 channels=self.config.out_channels,
                 frames=frames,
                 dtype=self.dtype,

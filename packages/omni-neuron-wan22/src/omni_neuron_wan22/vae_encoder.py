@@ -17,7 +17,6 @@ from omni_neuron_wan22.vae_layers import (
     FeatureCache,
     WanCausalConv3d,
     WanDownsamplePad,
-    WanHalvingTimeConv,
     WanMidBlock,
     WanResidualBlock,
     WanRMSNorm,
@@ -33,17 +32,15 @@ class WanDownResample(nn.Module):
         super().__init__()
         # The kernel library has no convolution with a stride; these few are torch's.
         self.resample = nn.Sequential(WanDownsamplePad(), nn.Conv2d(channels, channels, 3, stride=2))
-        self.time_conv = WanHalvingTimeConv(channels) if temporal else None
+        self.time_conv = nn.Conv3d(channels, channels, (3, 1, 1), stride=(2, 1, 1)) if temporal else None
 
     def forward(self, frames: torch.Tensor, cache: FeatureCache, first_chunk: bool) -> torch.Tensor:
         """`[B, C, T, H, W]` to `[B, C, T or T / 2, H / 2, W / 2]`; the first frame stays one."""
         frames = on_images(self.resample, frames)
         if self.time_conv is None:
             return frames
-        if first_chunk:
-            cache.exchange(frames)
-            return frames
-        return self.time_conv(frames, cache)
+        last_frame = cache.exchange(frames)
+        return frames if first_chunk else self.time_conv(torch.cat([last_frame, frames], dim=2))
 
 
 class WanResidualDownBlock(nn.Module):

@@ -9,7 +9,6 @@ and all later ones take and return the same cache shapes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +32,13 @@ class FeatureCache:
         past = next(self._past)
         remembered = past.shape[2]
         missing = remembered - frames.shape[2]
-        latest = torch.cat([past[:, :, -missing:], frames], dim=2) if missing > 0 else frames[:, :, -remembered:]
-        # Contiguous, as the first chunk's zeros are: other strides are another graph to a compiler, and a view would
-        # keep all of `frames`.
-        self.future.append(latest.contiguous())
+        # A copy with the strides of the first chunk's zeros: other strides are another graph to a compiler, also of
+        # a dim of size 1, for which `contiguous` does nothing; and a view would keep all of `frames`.
+        if missing > 0:
+            latest = torch.cat([past[:, :, -missing:], frames], dim=2).contiguous()
+        else:
+            latest = frames[:, :, -remembered:].clone(memory_format=torch.contiguous_format)
+        self.future.append(latest)
         return past
 
     def skip(self) -> None:
@@ -45,16 +47,11 @@ class FeatureCache:
 
 
 class WanCausalConv3d(nn.Conv3d):
-    """A 3-D convolution over past and present frames; spatial padding keeps height and width.
-
-    Attributes:
-        remembered_frames: of its input, from one call to the next; those that its kernel reaches back.
-    """
+    """A 3-D convolution over past and present frames; spatial padding keeps height and width."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: tuple[int, int, int]):
         padding = (0, kernel_size[1] // 2, kernel_size[2] // 2)
         super().__init__(in_channels, out_channels, kernel_size, padding=padding)
-        self.remembered_frames = kernel_size[0] - 1
 
     def forward(self, frames: torch.Tensor, cache: FeatureCache | None = None) -> torch.Tensor:
         """`[B, C, T, H, W]` to `[B, C', T, H, W]`; kernels of more than one frame need the cache."""
@@ -142,19 +139,6 @@ class WanImageConv(nn.Conv2d):
         return causal_conv3d(images.unsqueeze(2), self.weight.unsqueeze(2), self.bias, padding=(0, 1, 1)).squeeze(2)
 
 
-class WanHalvingTimeConv(nn.Conv3d):
-    """A convolution over three frames every two frames: one past frame and the present ones to half as many."""
-
-    remembered_frames: ClassVar[int] = 1
-
-    def __init__(self, channels: int):
-        super().__init__(channels, channels, (3, 1, 1), stride=(2, 1, 1))
-
-    def forward(self, frames: torch.Tensor, cache: FeatureCache) -> torch.Tensor:
-        """`[B, C, T, H, W]`, T even, to `[B, C, T / 2, H, W]`."""
-        return super().forward(torch.cat([cache.exchange(frames), frames], dim=2))
-
-
 class WanUpsample(nn.Module):
     """Nearest-neighbour doubling of height and width. Has no parameters; holds a place in diffusers' key names."""
 
@@ -187,8 +171,10 @@ def zero_feature_cache(module: nn.Module, first: torch.Tensor) -> list[torch.Ten
     b, _, _, h, w = first.shape
     cache = []
     for layer in module.modules():
-        if isinstance(layer, WanCausalConv3d | WanHalvingTimeConv) and layer.remembered_frames:
-            cache.append(first.new_zeros(b, layer.in_channels, layer.remembered_frames, h, w))
+        if isinstance(layer, nn.Conv3d) and layer.kernel_size[0] > 1:
+            # As many as its kernel reaches back from the first frame of the present ones.
+            remembered = layer.kernel_size[0] - layer.stride[0]
+            cache.append(first.new_zeros(b, layer.in_channels, remembered, h, w))
         elif isinstance(layer, WanUpsample):
             h, w = 2 * h, 2 * w
         elif isinstance(layer, WanDownsamplePad):
