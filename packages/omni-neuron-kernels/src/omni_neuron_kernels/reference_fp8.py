@@ -31,6 +31,8 @@ class NativeFp8Error(RuntimeError):
     """FP8 matmuls were asked for where there are none."""
 
 
+# Not traced: torch before 2.10 cannot look for packages in a graph.
+@torch.compiler.assume_constant_result
 def scale_rule() -> ScaleRule:
     """The scale rule of `quantize_mx` of the NKI version that is imported, or else installed; without any, the latest.
 
