@@ -3,9 +3,6 @@
 
 import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -140,21 +137,27 @@ def test_two_engines_that_start_at_once_compile_each_graph_once(tmp_path):
     ]  # fmt: skip
 
 
+def compile_for_ever(root, started):
+    def lower():
+        started.set()
+        time.sleep(600)
+
+    ArtifactCache(root).module("dit", KEY, FACTS, lower)
+
+
 def test_a_killed_compiler_leaves_no_lock(tmp_path):
-    code = (
-        "import fcntl, pathlib, sys, time\n"
-        "path = pathlib.Path(sys.argv[1]); path.parent.mkdir(parents=True)\n"
-        "file = path.open('a+'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); time.sleep(600)\n"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "locks" / KEY)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as compiler:
-        assert compiler.stdout.readline() == "held\n"
-        with pytest.raises(CompileError, match="OMNI_NEURON_COMPILE_TIMEOUT_S"):
-            ArtifactCache(tmp_path, wait_seconds=0).module("dit", KEY, FACTS, never)
-        compiler.send_signal(signal.SIGKILL)
-        compiler.wait(30)
+    fork = multiprocessing.get_context("fork")
+    started = fork.Event()
+    compiler = fork.Process(target=compile_for_ever, args=(tmp_path, started))
+    compiler.start()
+    assert started.wait(30)
     cache = ArtifactCache(tmp_path, wait_seconds=0)
+    with pytest.raises(CompileError, match=rf"another process \(id {compiler.pid}\).*OMNI_NEURON_COMPILE_TIMEOUT_S"):
+        cache.module("dit", KEY, FACTS, never)
+    compiler.kill()
+    compiler.join(30)
     assert cache.module("dit", KEY, FACTS, lambda: "module {}").text == "module {}"
+    assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
 
 
 def test_a_failure_leaves_nothing(tmp_path):
