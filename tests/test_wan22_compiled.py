@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omni_neuron_wan22 import make_tiny_checkpoint
+from omni_neuron_wan22 import TinyWan, make_tiny_checkpoint
 
 pytest.importorskip("torch_mlir", reason="the extra [stablehlo] of omni-neuron-runtime is not installed")
 pytestmark = pytest.mark.engine
@@ -51,7 +51,8 @@ GRAPHS, MODULES = 7, 5
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compiled")
-    model = make_tiny_checkpoint(folder / "tiny")
+    # One layer each: every rank captures every graph, and a second layer would be captured like the first.
+    model = make_tiny_checkpoint(folder / "tiny", TinyWan(num_layers=1, text_layers=1))
     environment = {
         **{name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"},
         "VLLM_NEURON_CPU_MODE": "1",
