@@ -12,7 +12,7 @@ from torch import nn
 
 from .budget import BOUNDARY_RATIO, FLOW_SHIFT, Budget
 from .dit import CONDITION_MASK_CHANNELS, make_expert
-from .stages import load_result, text_encoder
+from .stages import T2V_EXPERTS, load_result, text_encoder
 from .text import make_tokenizer
 from .vae import make_vae
 
@@ -34,7 +34,7 @@ def write_checkpoint(
         image_to_video: write the image-to-video sibling.
         dtype: of the weights on disk.
     """
-    prefix = "i2v-" if image_to_video else "refine-"
+    experts = {share: f"i2v-{share}" for share in T2V_EXPERTS} if image_to_video else T2V_EXPERTS
     encoded = load_result(work, "latents", "--write")
     vae = make_vae(budget)
     vae.load_state_dict(load_result(work, "decoder", "--write"))
@@ -44,9 +44,9 @@ def write_checkpoint(
         "vae": vae,
     }
     channels = CONDITION_MASK_CHANNELS + budget.z_dim if image_to_video else 0
-    for component, stage in (("transformer", "high"), ("transformer_2", "low")):
+    for component, share in (("transformer", "high"), ("transformer_2", "low")):
         expert = make_expert(budget, condition_channels=channels)
-        expert.load_state_dict(load_result(work, prefix + stage, "--write"))
+        expert.load_state_dict(load_result(work, experts[share], "--write"))
         models[component] = expert
     folder.mkdir(parents=True, exist_ok=True)
     for component, model in models.items():

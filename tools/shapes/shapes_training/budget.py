@@ -27,7 +27,7 @@ class Budget:
         copies: clips of each of the 72 subjects in the set that the experts are trained on.
         text_steps, text_batch: of the text encoder's pretraining.
         high_steps, low_steps, expert_batch: of the two experts.
-        refine_high_steps, refine_low_steps: of the experts' second round.
+        refine_low_steps: of the low-noise expert's second round.
         guided_batch: clips of a step that trains the guided prediction, each predicted with and without its caption.
         i2v_high_steps, i2v_low_steps: of the two image-to-video experts, which start from the text-to-video ones.
         vae_rate: learning rate of the VAE's matrices over the standard deviation of their initial values.
@@ -60,7 +60,6 @@ class Budget:
     high_steps: int = 1800
     low_steps: int = 1300
     expert_batch: int = 24
-    refine_high_steps: int = 800
     refine_low_steps: int = 1000
     guided_batch: int = 16
     i2v_high_steps: int = 600
@@ -97,7 +96,6 @@ TOY = Budget(
     high_steps=4,
     low_steps=4,
     expert_batch=4,
-    refine_high_steps=3,
     refine_low_steps=3,
     guided_batch=2,
     i2v_high_steps=2,

@@ -214,6 +214,14 @@ def test_a_stopped_stage_resumes_exactly(trained, tmp_path, monkeypatch):
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
 
 
+def test_the_second_round_is_averaged_with_the_first(trained):
+    first, result = load_result(trained, "low", "test"), load_result(trained, "refine-low", "test")
+    second = torch.load(trained / "state" / "refine-low.pt", weights_only=True)["average"]
+    assert any(not torch.equal(first[name], second[name]) for name in second)
+    for name in second:
+        torch.testing.assert_close(result[name], (first[name] + second[name]) / 2)
+
+
 def test_equal_seeds_train_equal_weights(trained, tmp_path):
     again, other = tmp_path / "again", tmp_path / "other"
     for stage in TEXT_TO_VIDEO:
