@@ -13,7 +13,7 @@ import torch
 
 import omni_neuron_nkisim
 from omni_neuron_kernels import explain
-from omni_neuron_wan22 import WanCheckpoint, load_transformer, load_vae, transformer, vae_layers
+from omni_neuron_wan22 import WanCheckpoint, load_transformer, load_vae, modulation, transformer, vae_layers
 from omni_neuron_wan22.vae_layers import FeatureCache
 
 TOKENS = (3, 6, 8)  # latent frames, rows, columns: 36 tokens of patches of 1 × 2 × 2
@@ -35,7 +35,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """What the modules' calls of kernels come to, in their order."""
     found: Launches = []
     ops = ("adaln_modulate", "causal_conv3d", "flash_attention", "mlp", "output_projection", "qkv_projection")
-    for module in (transformer, vae_layers):
+    for module in (modulation, transformer, vae_layers):
         for name in (*ops, "rms_norm", "context_attention"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, _spied(getattr(module, name), name, found))
