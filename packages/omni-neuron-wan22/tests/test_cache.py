@@ -26,7 +26,7 @@ from omni_neuron_wan22.checkpoint import load_transformer
 
 SETTINGS = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 8, "max_sequence_length": 16}
 # Random weights change more from step to step than trained ones.
-CACHE = {"max_warmup_steps": 1, "residual_diff_threshold": 0.9, "max_continuous_cached_steps": 2}
+CACHE = {"max_warmup_steps": 2, "residual_diff_threshold": 0.9, "max_continuous_cached_steps": 2}
 
 
 def cached_pipeline(path: Path, cache_config: dict[str, Any] | None = CACHE, **config: Any) -> NeuronWanPipeline:
@@ -123,9 +123,9 @@ def test_states_are_separate_and_new_for_every_video(
     pipeline = cached_pipeline(tiny)
     first = latents_of(pipeline)
     steps = cached_steps(pipeline)
-    # Each expert and branch has its own steps, the first of which has nothing to reuse.
+    # Each expert and branch counts its own steps, of which the first two are the warm-up.
     assert set(steps) == {(name, branch) for name in pipeline._dit_modules for branch in ("positive", "negative")}
-    assert all(reused and 0 not in reused for reused in steps.values())
+    assert all(reused and min(reused) >= 2 for reused in steps.values())
     assert 0 < relative_l2(first, expected) < 1
     assert pipeline.block_cache is not None
     assert not pipeline.block_cache._kept
