@@ -81,33 +81,19 @@ def psnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(10 * torch.log10(4 / (actual - expected).double().square().mean()))
 
 
-@pytest.mark.parametrize("frames", [1, 3])
-def test_a_tiled_video_is_close_to_the_whole_one(tiny: Path, frames: int) -> None:
-    """Two of the default tiles in a row, of 32 latents with 8 in common.
+def test_a_tiled_video_is_close_to_the_whole_one(tiny: Path) -> None:
+    """Two of the default tiles in a row, of 32 latents with 8 in common; more of this is in test_vae_encoder.py.
 
     The mid block's attention averages over a tile, not over the frame, which moves every pixel. White noise and random
     weights give 33 to 40 dB.
     """
-    latents = make_latents(frames, 4, 56)
+    latents = make_latents(1, 4, 56)
     vae = make_vae(str(tiny))
     whole, tiled = vae.decode(latents), vae.decode(latents, tiling=VaeTiling())
-    assert tiled.shape == whole.shape == (1, 3, 4 * frames - 3, 32, 448)
+    assert tiled.shape == whole.shape == (1, 3, 1, 32, 448)
     assert float(tiled.abs().max()) <= 1.0
     assert psnr(tiled, whole) >= 30
     assert not torch.equal(tiled[..., :80], whole[..., :80])
-
-
-def test_without_attention_the_interior_of_a_tile_is_exact(tiny: Path) -> None:
-    """So attention is all that sets interiors apart. A pixel of this decoder sees 14 latents to each side."""
-    latents = make_latents(2, 4, 56)
-    vae = make_vae(str(tiny))
-    for parameter in vae.decoder.mid_block.attentions[0].proj.parameters():
-        parameter.zero_()
-    whole, tiled = vae.decode(latents), vae.decode(latents, tiling=VaeTiling())
-    first_start_seen, first_end_seen = (24 - 14) * 8, (32 + 14) * 8
-    for interior in (slice(0, first_start_seen), slice(first_end_seen, None)):
-        torch.testing.assert_close(tiled[..., interior], whole[..., interior], rtol=0, atol=1e-5)
-    assert psnr(tiled, whole) >= 35
 
 
 def test_a_video_smaller_than_a_tile_is_decoded_whole(tiny: Path) -> None:
