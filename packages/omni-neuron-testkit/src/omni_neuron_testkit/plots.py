@@ -65,7 +65,7 @@ def plot_lines(panels: Sequence[Panel]) -> str:
             axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
             axes.grid(alpha=0.3)
             if panel.x is None:
-                axes.xaxis.get_major_locator().set_params(integer=True)
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             if len([label for label in panel.lines if label]) or panel.limit is not None:
                 axes.legend()
         return _svg(figure)
@@ -83,6 +83,7 @@ def plot_heat_map(
     import matplotlib
     import numpy as np
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     table = np.array([[math.nan if value is None else value for value in row] for row in values], dtype=float)
     if table.size == 0 or np.isnan(table).all():
@@ -93,7 +94,7 @@ def plot_heat_map(
         picture = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0.0, interpolation="nearest")
         axes.set_yticks(range(len(rows)), rows)
         axes.set(title=title, xlabel=x_label)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(picture, ax=axes, label=colour_label)
         return _svg(figure)
 
