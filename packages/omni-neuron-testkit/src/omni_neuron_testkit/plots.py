@@ -47,6 +47,7 @@ def plot_lines(panels: Sequence[Panel]) -> str:
     """
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     if not panels:
         raise ValueError("there is nothing to plot")
