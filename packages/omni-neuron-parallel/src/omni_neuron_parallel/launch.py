@@ -129,15 +129,18 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *arguments: Any,
 def _fork_server(preload: Sequence[str]) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    before = os.environ.get("OMP_NUM_THREADS")
+    before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = "1"  # no pool of threads in the server, which a fork would not carry over
     try:
         forkserver.ensure_running()
     finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+        _set_environment(before)
     return context
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _serve(
@@ -149,8 +152,7 @@ def _serve(
     timeout: float,
     environment: dict[str, str],
 ) -> None:
-    os.environ.clear()  # the server's environment is that of its start
-    os.environ.update(environment)
+    _set_environment(environment)  # the server's is that of its start
     torch.set_num_threads(threads)
     try:
         dist.init_process_group(
