@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,8 +12,18 @@ FAMILY = ("omni_neuron_", "vllm_omni_neuron")
 
 
 @pytest.fixture(autouse=True)
-def _loggers_of_a_fresh_process() -> None:
-    """Where an earlier test loaded the plugin, our loggers have vLLM's for a parent, and caplog does not see them."""
+def _log_records_reach_caplog() -> Iterator[None]:
+    """Undo what loading the plugin, or vLLM's server modules, in an earlier test has done to this process's loggers.
+
+    With the plugin our loggers write where vLLM's do, not through the root; a library of the server's raises the level
+    of the root and of its handlers to ERROR.
+    """
+    root = logging.getLogger()
     for name in logging.root.manager.loggerDict:
         if name.startswith(FAMILY) and "." not in name:
-            logging.getLogger(name).parent = logging.root
+            logging.getLogger(name).parent = root
+    places: list[logging.Logger | logging.Handler] = [root, *root.handlers]
+    levels = [(place, place.level) for place in places]
+    yield
+    for place, level in levels:
+        place.setLevel(level)
