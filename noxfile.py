@@ -12,7 +12,6 @@ import datetime
 import os
 import shutil
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,8 +24,11 @@ from release_steps import (
     breaks_rules,
     dated_changelog,
     git_tags,
+    import_name_of,
     last_release,
+    manifest_of,
     release_tag,
+    required_name,
     sdist_problems,
     wheel_problems,
 )
@@ -63,11 +65,11 @@ def _package_dir(package: str) -> Path:
 
 
 def _manifest(package: str) -> dict:
-    return tomllib.loads((_package_dir(package) / "pyproject.toml").read_text())
+    return manifest_of(_package_dir(package))
 
 
 def _import_name(package: str) -> str:
-    return _manifest(package)["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"][0].rpartition("/")[2]
+    return import_name_of(_manifest(package))
 
 
 def _test_environment() -> dict[str, str]:
@@ -265,7 +267,7 @@ def _declared_siblings(package: str) -> set[str]:
     while pending:
         project = _manifest(pending.pop())["project"]
         for requirement in [*project["dependencies"], *project.get("optional-dependencies", {}).get("test", [])]:
-            name = requirement.split(";")[0].split("[")[0].split(">")[0].split("=")[0].strip()
+            name = required_name(requirement)
             if name in PACKAGES and name not in found:
                 found.add(name)
                 pending.append(name)
@@ -321,6 +323,8 @@ def _api_diff(session: nox.Session, package: str, new_version: str | None = None
         )
         return
     refusal = new_version and breaks_rules(tag.removeprefix(release_tag(package, "")), new_version)
+    if refusal:
+        session.log(refusal)
     session.run(
         "griffe", "check", _import_name(package), "--search", f"packages/{package}/src", "--against", tag,
         success_codes=[0] if refusal else [0, 1],
@@ -339,29 +343,36 @@ def release(session: nox.Session, package: str) -> None:
     git = ["git", "-C", str(ROOT)]
     if session.run(*git, "status", "--porcelain", "--", str(folder), external=True, silent=True):
         session.error(f"packages/{package} has changes that are not committed")
-    _build_wheels(session, [package])
-    _check_built(session, [package])
+    try:
+        version = _make_release(session, package)
+    except BaseException:  # whatever it is ends the session with its own message; the files are as they were
+        session.run(*git, "checkout", "--quiet", "--", str(folder), external=True)
+        raise
+    tag = release_tag(package, version)
+    session.log(
+        f'ready. Then: git commit -m "{package}: {version}" -- packages/{package}; git tag {tag}; uv publish dist/*'
+    )
+
+
+def _make_release(session: nox.Session, package: str) -> str:
+    """Set version and changelog, check the interface, build; the version."""
+    folder = _package_dir(package)
     session.chdir(folder)
     if session.posargs:
         session.run("hatchling", "version", *session.posargs)
     version = str(session.run("hatchling", "version", silent=True)).strip()
     session.chdir(ROOT)
+    if release_tag(package, version) in git_tags(ROOT):
+        session.error(f"{package} {version} is released already; name patch, minor or major")
     changelog = folder / "CHANGELOG.md"
     try:
-        if release_tag(package, version) in git_tags(ROOT):
-            raise ReleaseError(f"{package} {version} is released already; name patch, minor or major")
-        text = dated_changelog(changelog.read_text(), version, datetime.date.today())
-        _api_diff(session, package, version)
-    except (ReleaseError, nox.command.CommandFailed) as error:
-        session.run(*git, "checkout", "--quiet", "--", str(folder), external=True)  # the version, as it was
-        session.error(str(error) or f"the interface breaks, and {version} may not; name minor or major")
-    changelog.write_text(text)
+        changelog.write_text(dated_changelog(changelog.read_text(), version, datetime.date.today()))
+    except ReleaseError as error:
+        session.error(str(error))
+    _api_diff(session, package, version)
     _build_wheels(session, [package])
     _check_built(session, [package])
-    tag = release_tag(package, version)
-    session.log(
-        f'ready. Then: git commit -m "{package}: {version}" -- packages/{package}; git tag {tag}; uv publish dist/*'
-    )
+    return version
 
 
 @dev_session

@@ -15,6 +15,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 VERSION = re.compile(r"\d+\.\d+\.\d+")
 HEADING = re.compile(r"^## (?P<version>\S+) \((?P<state>[^)]*)\)$", re.MULTILINE)
@@ -72,10 +73,26 @@ def breaks_rules(old: str, new: str) -> str | None:
     return None if allowed else f"{new} after {old} may add to the interface but not break it"
 
 
+def manifest_of(package_dir: Path) -> dict[str, Any]:
+    """A package's pyproject.toml."""
+    return tomllib.loads((package_dir / "pyproject.toml").read_text())
+
+
+def import_name_of(manifest: dict[str, Any]) -> str:
+    """The name by which a package is imported."""
+    [folder] = manifest["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    return str(folder).rpartition("/")[2]
+
+
+def required_name(requirement: str) -> str:
+    """The distribution that a requirement, with its extras, bounds and markers, names."""
+    return re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0]
+
+
 def wheel_problems(wheel: Path, package_dir: Path, siblings: Iterable[str]) -> list[str]:
     """What is wrong with a built wheel: files, typing marker, licence, siblings' bounds, entry points."""
-    manifest = tomllib.loads((package_dir / "pyproject.toml").read_text())
-    import_name = manifest["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"][0].rpartition("/")[2]
+    manifest = manifest_of(package_dir)
+    import_name = import_name_of(manifest)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata_name = next(name for name in names if name.endswith(".dist-info/METADATA"))
@@ -92,8 +109,7 @@ def wheel_problems(wheel: Path, package_dir: Path, siblings: Iterable[str]) -> l
     problems += [] if any(name.endswith(".dist-info/licenses/LICENSE") for name in names) else ["no licence text"]
     problems += [] if metadata["License-Expression"] == "Apache-2.0" else ["no licence expression"]
     for requirement in metadata.get_all("Requires-Dist") or []:
-        name = re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0]
-        if name in siblings and ("<" not in requirement or ">=" not in requirement):
+        if required_name(requirement) in siblings and ("<" not in requirement or ">=" not in requirement):
             problems.append(f"sibling without bounds: {requirement}")
     for group, entries in manifest["project"].get("entry-points", {}).items():
         problems += [
