@@ -131,15 +131,30 @@ def _traced(op: KernelOp, node: fx.Node, arguments: Mapping[str, Any], name: str
     return graph
 
 
-def decomposition_texts(composites: Sequence[Composite]) -> Iterator[str]:
-    """torch-mlir's RAW text of each reference, once, a function each."""
+def raw_text(graph: fx.GraphModule, function: str, failure: str) -> str:
+    """torch-mlir's RAW text of a graph, as a module with one function.
+
+    Args:
+        graph: without parameters of its own.
+        function: the function's name.
+        failure: what the error says where torch-mlir cannot import it.
+
+    Raises:
+        CompileError: it cannot.
+    """
     from torch_mlir import fx as torch_mlir_fx
 
+    try:
+        return str(torch_mlir_fx.stateless_fx_import(graph, model_name=function))
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise CompileError(f"{failure}: {error}") from error
+
+
+def decomposition_texts(composites: Sequence[Composite]) -> Iterator[str]:
+    """torch-mlir's RAW text of each reference, once, a function each."""
     for function, composite in {composite.function: composite for composite in composites}.items():
-        try:
-            text = str(torch_mlir_fx.stateless_fx_import(composite.decomposition, model_name=function))
-        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            raise CompileError(f"torch-mlir cannot import the reference of {composite.name}: {error}") from error
+        failure = f"torch-mlir cannot import the reference of {composite.name}"
+        text = raw_text(composite.decomposition, function, failure)
         yield text.strip().removeprefix("module {").removesuffix("}").strip("\n")
 
 

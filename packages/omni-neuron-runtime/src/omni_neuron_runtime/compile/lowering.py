@@ -23,7 +23,7 @@ from torch import fx
 from omni_neuron_runtime import env
 from omni_neuron_runtime.compile import lower_child
 from omni_neuron_runtime.compile.collectives import Collective, take_collectives, write_collectives
-from omni_neuron_runtime.compile.composites import Composite, find_composites, write_composites
+from omni_neuron_runtime.compile.composites import Composite, find_composites, raw_text, write_composites
 from omni_neuron_runtime.compile.errors import CompileError
 from omni_neuron_runtime.compile.graph_checks import operation
 
@@ -54,7 +54,7 @@ def import_graph(graph: fx.GraphModule, name: str) -> ImportedGraph:
         CompileError: torch-mlir is not installed, or cannot import the graph.
     """
     try:
-        from torch_mlir import fx as torch_mlir_fx
+        import torch_mlir.fx  # noqa: F401 - `raw_text` needs it
     except ImportError as error:
         raise CompileError(
             f"{name}: neuron_stablehlo needs torch-mlir, which does not import ({error}); pip install "
@@ -66,10 +66,7 @@ def import_graph(graph: fx.GraphModule, name: str) -> ImportedGraph:
     plain.graph.eliminate_dead_code()
     constants = _lift_constants(plain)
     collectives, composites = take_collectives(plain.graph), find_composites(plain.graph, name)
-    try:
-        text = str(torch_mlir_fx.stateless_fx_import(plain, model_name="main"))
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise CompileError(f"{name}: torch-mlir cannot import the graph: {error}") from error
+    text = raw_text(plain, "main", f"{name}: torch-mlir cannot import the graph")
     text = write_composites(write_collectives(text, collectives), composites)
     return ImportedGraph(text, constants, collectives, composites)
 
