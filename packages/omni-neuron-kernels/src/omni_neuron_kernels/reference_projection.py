@@ -64,16 +64,13 @@ def partial_qkv(
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `qkv_partial` returns, of the projection `[B, S, (N_q + 2 N_k) D]`."""
-    *parts, value = projected.split([count * head_dim for count in (heads[0], heads[1], heads[1])], dim=-1)
+    *parts, value = _split(projected, heads, head_dim)
     sums = [part.float().square().sum(-1) for part in parts if part.shape[-1]]
     gained = [
         part if gain is None else (_wide(part) * _wide(gain)).to(projected.dtype)
         for part, gain in zip(parts, (query_gain, key_gain), strict=True)
     ]
-    query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in (*gained, value))
-    if rotation is not None:
-        query, key = (rotate_pairs(tensor, *rotation) if tensor.shape[2] else tensor for tensor in (query, key))
-    return query, key, value, torch.stack(sums, dim=-1)
+    return *_rotated_heads(gained, value, head_dim, rotation), torch.stack(sums, dim=-1)
 
 
 def norm_over_ranks(
@@ -103,9 +100,8 @@ def finish_qkv(
     all_reduce: AllReduce | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split `[B, S, (N_q + 2 N_k) D]`, normalise queries and keys, rotate them."""
-    query, key, value = projected.split([count * head_dim for count in (heads[0], heads[1], heads[1])], dim=-1)
+    *parts, value = _split(projected, heads, head_dim)
     normed = [(n, gain) for n, gain in enumerate((query_gain, key_gain)) if gain is not None]
-    parts = [query, key]
     if normed:
         wide = [_wide(parts[n]) for n, _ in normed]
         squares = torch.stack([tensor.square().sum(-1, keepdim=True) for tensor in wide])
@@ -114,6 +110,21 @@ def finish_qkv(
         for (n, gain), tensor, total in zip(normed, wide, squares, strict=True):
             scale = torch.rsqrt(total / (tensor.shape[-1] * ranks) + epsilon)
             parts[n] = (tensor * scale * _wide(gain)).to(projected.dtype)
+    return _rotated_heads(parts, value, head_dim, rotation)
+
+
+def _split(projected: torch.Tensor, heads: tuple[int, int], head_dim: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values `[B, S, N D]` of a projection."""
+    return projected.split([count * head_dim for count in (heads[0], heads[1], heads[1])], dim=-1)
+
+
+def _rotated_heads(
+    parts: list[torch.Tensor],
+    value: torch.Tensor,
+    head_dim: int,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys (`parts`), rotated, and values as `[B, S, N, D]`."""
     query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in (*parts, value))
     if rotation is not None:
         query, key = (rotate_pairs(tensor, *rotation) if tensor.shape[2] else tensor for tensor in (query, key))
