@@ -24,6 +24,7 @@ SAMPLING_FIELDS = (
     "fps",
 )
 EXTRA_FIELDS = ("flow_shift", "sample_solver", "image_policy")
+LAYOUT_FIELDS = ("tensor_parallel_size", "ring_degree", "cfg_parallel_size", "vae_patch_parallel_size")
 # Values by which vLLM-Omni's sampling parameters say that nothing was given.
 _NOT_GIVEN = {"num_frames": 1, "num_outputs_per_prompt": 1}
 
@@ -149,8 +150,7 @@ def engine_arguments(request: GenerationRequest) -> dict[str, Any]:
     """
     if request.deploy_config is not None:
         return {"deploy_config": str(request.deploy_config)}
-    layout = ("tensor_parallel_size", "ring_degree", "cfg_parallel_size", "vae_patch_parallel_size")
-    arguments = {name: getattr(request, name) for name in layout}
+    arguments = {name: getattr(request, name) for name in LAYOUT_FIELDS}
     # vLLM-Omni hands this one on for architectures that it knows itself, and drops `model_config`.
     arguments |= {**_engine_settings(request), "additional_config": _model_settings(request) or None}
     return {name: value for name, value in arguments.items() if value is not None}

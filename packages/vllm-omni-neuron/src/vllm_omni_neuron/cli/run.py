@@ -23,7 +23,6 @@ from .progress import EngineOutput, engine_streams
 from .summary import effective_sources, generation_report, notes, summary_from_output, summary_table
 
 _START_FAILED = "Orchestrator initialization failed"  # how vLLM-Omni wraps whatever stops an engine's start
-_LAYOUT = ("tensor_parallel_size", "ring_degree", "cfg_parallel_size", "vae_patch_parallel_size")
 # The settings whose source is reported; see `effective_sources`.
 _SETTINGS = (*engine.SAMPLING_FIELDS, *engine.EXTRA_FIELDS)
 
@@ -75,7 +74,7 @@ def _check(request: GenerationRequest, stage_config: Path | None, deploy_config:
     """Refuse what contradicts itself."""
     if stage_config is not None and deploy_config is not None:
         raise typer.BadParameter("give this or --deploy-config, not both", param_hint="--stage-config")
-    given = [name for name in _LAYOUT if getattr(request, name) is not None]
+    given = [name for name in engine.LAYOUT_FIELDS if getattr(request, name) is not None]
     if given and (stage_config or deploy_config):
         hint = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise typer.BadParameter("the configuration file settles the layout; leave this out", param_hint=hint)
