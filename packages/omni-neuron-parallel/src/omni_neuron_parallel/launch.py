@@ -6,21 +6,20 @@ For tests, benchmarks and checks below the engine; vLLM-Omni starts its own work
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from omni_neuron_runtime import fork_server
 
 
 class RankError(RuntimeError):
@@ -36,14 +35,13 @@ class RankPool:
     Args:
         world_size: number of processes.
         timeout: seconds that start-up and each call may take.
-        preload: modules that the fork server imports once, instead of every rank. Only the first user of the server in
-            a process decides; ranks import for themselves what it lacks.
+        preload: modules that the fork server imports; see `omni_neuron_runtime.fork_server`.
     """
 
     def __init__(self, world_size: int, *, timeout: float = 120.0, preload: Sequence[str] = (__name__,)):
         self.world_size = world_size
         self.timeout = timeout
-        context = _fork_server(preload)
+        context = fork_server(preload)
         self._directory = tempfile.TemporaryDirectory(prefix="omni-neuron-ranks-")
         rendezvous = f"file://{self._directory.name}/store"
         # Ranks share the machine's cores; more threads than cores slow each other down.
@@ -126,23 +124,6 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *arguments: Any,
         return pool.run(function, *arguments)
 
 
-def _fork_server(preload: Sequence[str]) -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
-    before = dict(os.environ)
-    os.environ["OMP_NUM_THREADS"] = "1"  # no pool of threads in the server, which a fork would not carry over
-    try:
-        forkserver.ensure_running()
-    finally:
-        _set_environment(before)
-    return context
-
-
-def _set_environment(environment: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-
-
 def _serve(
     connection: Connection,
     rank: int,
@@ -152,7 +133,8 @@ def _serve(
     timeout: float,
     environment: dict[str, str],
 ) -> None:
-    _set_environment(environment)  # the server's is that of its start
+    os.environ.clear()  # the server's environment is that of its start
+    os.environ.update(environment)
     torch.set_num_threads(threads)
     try:
         dist.init_process_group(

@@ -28,6 +28,7 @@ from omni_neuron_runtime.devices import (
     visible_cores,
 )
 from omni_neuron_runtime.env import EnvironmentVariableError, EnvVar
+from omni_neuron_runtime.processes import fork_server, openmp_threads
 from omni_neuron_runtime.providers import (
     Provider,
     ProviderError,
@@ -92,6 +93,7 @@ __all__ = [
     "distribution_precedence",
     "env",
     "execute_on_all_ranks",
+    "fork_server",
     "fused_qkv_weight_loader",
     "get_compile_backend",
     "get_dist_backend",
@@ -103,6 +105,7 @@ __all__ = [
     "is_cpu_mode",
     "lower_on_paper",
     "neuron_packages",
+    "openmp_threads",
     "parse_core_ranges",
     "partition_of",
     "platform_target",

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 import omni_neuron_runtime as runtime
-from vllm_omni_neuron import shared_memory, startup
+from vllm_omni_neuron import shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -75,4 +75,4 @@ def worker_environment(world: int) -> contextlib.AbstractContextManager[None]:
     """Processes started meanwhile get `threads_per_worker` as OMP_NUM_THREADS, unless the user has set it."""
     if runtime.env.is_set("OMP_NUM_THREADS"):
         return contextlib.nullcontext()
-    return startup.openmp_threads(threads_per_worker(world))
+    return runtime.openmp_threads(threads_per_worker(world))

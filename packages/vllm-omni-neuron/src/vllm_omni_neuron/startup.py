@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import traceback
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
@@ -34,26 +32,7 @@ def worker_context() -> ForkServerContext | SpawnContext:
 
     if not runtime.is_cpu_mode():
         return multiprocessing.get_context("spawn")
-    from multiprocessing import forkserver
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
-    with openmp_threads(1):  # no pool of threads in the server, which a fork would not carry over
-        forkserver.ensure_running()
-    return context
-
-
-@contextlib.contextmanager
-def openmp_threads(count: int) -> Iterator[None]:
-    """Processes started meanwhile have `count` OpenMP threads: torch sizes its pool when it is imported."""
-    before = dict(os.environ)
-    os.environ["OMP_NUM_THREADS"] = str(count)
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if "OMP_NUM_THREADS" in before:
-            os.environ["OMP_NUM_THREADS"] = before["OMP_NUM_THREADS"]
+    return runtime.fork_server([PRELOADED])
 
 
 def _adopt_environment(environment: dict[str, str]) -> None:

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes on a CPU that are forked from one server, which has imported what all of them need."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+
+
+def fork_server(preload: Sequence[str]) -> ForkServerContext:
+    """The context of this process's fork server, which runs when this returns and ends with this process.
+
+    Args:
+        preload: modules that the server imports once, instead of every process. Only the server's first user decides;
+            processes import for themselves what it lacks.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    with openmp_threads(1):  # no pool of threads in the server, which a fork would not carry over
+        forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def openmp_threads(count: int) -> Iterator[None]:
+    """Processes started meanwhile have `count` OpenMP threads: torch sizes its pool when it is imported."""
+    before = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if "OMP_NUM_THREADS" in before:
+            os.environ["OMP_NUM_THREADS"] = before["OMP_NUM_THREADS"]
