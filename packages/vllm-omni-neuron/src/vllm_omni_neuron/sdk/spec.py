@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model package says of a model: its components, how they may be split, what it can do. Imports nothing heavy."""
+"""What a model package says of a model: components, how they may be split, features. Imports nothing heavy."""
 
 from __future__ import annotations
 
