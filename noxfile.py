@@ -27,6 +27,7 @@ from release_steps import (
     import_name_of,
     last_release,
     manifest_of,
+    packages_in_order,
     release_tag,
     required_name,
     sdist_problems,
@@ -39,19 +40,10 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "typing", "test"]
 
 ROOT = Path(__file__).parent
-# In the order in which they may import each other.
-PACKAGES = (
-    "omni-neuron-nkisim",
-    "omni-neuron-runtime",
-    "omni-neuron-testkit",
-    "omni-neuron-shapes",
-    "omni-neuron-kernels",
-    "omni-neuron-parallel",
-    "vllm-omni-neuron",
-    "omni-neuron-wan22",
-)
-# Optional parts that development installs too.
-DEV_EXTRAS = {"omni-neuron-runtime": "[stablehlo]", "omni-neuron-testkit": "[accuracy]"}
+# In the order in which they may import each other. A package is a folder of packages/ named as its distribution.
+PACKAGES = packages_in_order(ROOT / "packages")
+# Optional parts that development installs too, beside the extra `test` of every package that has one.
+DEV_EXTRAS = {"omni-neuron-runtime": ("stablehlo",)}
 DEV_ENVIRONMENT = ROOT / ".nox" / "dev"
 DEV_REQUIREMENTS = ROOT / "requirements-dev.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -70,6 +62,14 @@ def _manifest(package: str) -> dict:
 
 def _import_name(package: str) -> str:
     return import_name_of(_manifest(package))
+
+
+def _dev_requirement(package: str) -> str:
+    """What development installs of a package, as a path: with its tests' dependencies."""
+    offered = _manifest(package)["project"].get("optional-dependencies", {})
+    extras = [name for name in ("test", *DEV_EXTRAS.get(package, ())) if name in offered]
+    path = f"./packages/{package}"
+    return f"{path}[{','.join(extras)}]" if extras else path
 
 
 def _test_environment() -> dict[str, str]:
@@ -95,8 +95,8 @@ class Dev:
             session.run(
                 "uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(DEV_ENVIRONMENT), external=True
             )
-        paths = [f"{_package_dir(package)}{DEV_EXTRAS.get(package, '')}" for package in PACKAGES]
-        editable = [part for path in paths for part in ("--editable", path)]
+        editable = [part for package in PACKAGES for part in ("--editable", _dev_requirement(package))]
+        session.chdir(ROOT)
         command = ["uv", "pip", "install", "--constraint", str(CONSTRAINTS), "--requirement", str(DEV_REQUIREMENTS)]
         session.run(*command, *editable, external=True, env={"VIRTUAL_ENV": str(DEV_ENVIRONMENT)})
         stamp.write_text(_dev_inputs())
@@ -407,7 +407,7 @@ def docs(session: nox.Session) -> None:
 @nox.session(default=False)
 def lock(session: nox.Session) -> None:
     """Compile constraints.txt anew: names and versions only, no index addresses."""
-    editable = [f"-e ./packages/{package}{DEV_EXTRAS.get(package, '')}" for package in PACKAGES]
+    editable = [f"-e {_dev_requirement(package)}" for package in PACKAGES]
     source = Path(session.create_tmp()) / "all.in"
     source.write_text("\n".join([*editable, DEV_REQUIREMENTS.read_text()]))
     session.chdir(ROOT)

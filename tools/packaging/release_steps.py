@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import email
+import graphlib
 import re
 import subprocess
 import tarfile
@@ -82,6 +83,24 @@ def import_name_of(manifest: dict[str, Any]) -> str:
     """The name by which a package is imported."""
     [folder] = manifest["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     return str(folder).rpartition("/")[2]
+
+
+def packages_in_order(folder: Path) -> tuple[str, ...]:
+    """The distributions under `folder`, each after those of them that it needs; equals by name."""
+    needs: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*/pyproject.toml")):
+        project = manifest_of(path.parent)["project"]
+        needs[project["name"]] = [required_name(requirement) for requirement in project["dependencies"]]
+    sorter = graphlib.TopologicalSorter(
+        {name: [other for other in found if other in needs] for name, found in needs.items()}
+    )
+    sorter.prepare()
+    ordered: list[str] = []
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
+        ordered += ready
+        sorter.done(*ready)
+    return tuple(ordered)
 
 
 def required_name(requirement: str) -> str:

@@ -12,7 +12,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from release_steps import ReleaseError, breaks_rules, dated_changelog, last_release, wheel_problems
+from release_steps import (
+    ReleaseError,
+    breaks_rules,
+    dated_changelog,
+    last_release,
+    packages_in_order,
+    wheel_problems,
+)
 
 DAY = datetime.date(2026, 11, 30)
 
@@ -52,6 +59,21 @@ def test_a_changelog_that_is_not_ready(text: str, version: str, message: str) ->
 )
 def test_what_may_break(old: str, new: str, allowed: bool) -> None:
     assert (breaks_rules(old, new) is None) == allowed
+
+
+def test_packages_come_after_what_they_need(tmp_path: Path) -> None:
+    needs = {
+        "a-model": ["torch>=2", "plugin[x]>=0.1,<0.2"],
+        "plugin": ["base>=0.1"],
+        "base": [],
+        "also-base": ["numpy"],
+    }
+    for name, dependencies in needs.items():
+        (tmp_path / name).mkdir()
+        text = f'[project]\nname = "{name}"\ndependencies = {dependencies}\n'
+        (tmp_path / name / "pyproject.toml").write_text(text)
+    (tmp_path / "no-package").mkdir()
+    assert packages_in_order(tmp_path) == ("also-base", "base", "plugin", "a-model")
 
 
 def test_a_wheel_that_lacks_things(tmp_path: Path) -> None:
