@@ -6,17 +6,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-import omni_neuron_runtime as runtime
 from omni_neuron_parallel.planning import METHODS, TARGETS
 from vllm_omni_neuron.cli import app, plannable
 from vllm_omni_neuron.cli.plan import KeyValueMethod, PlanTarget
+from vllm_omni_neuron.registry import RegisteredModel
 
 pytest.importorskip("omni_neuron_wan22")
 DOCUMENTED = ["--tp", "4", "--cp", "8", "--cfg", "2", "--vae-patch", "16"]
@@ -113,26 +112,35 @@ def test_unknown_models_list_the_known_ones(tmp_path: Path) -> None:
     assert "does not name a _class_name" in " ".join(run(model=str(tmp_path)).stderr.split())
 
 
-def test_a_third_partys_model_is_found_and_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from omni_neuron_wan22 import planning
+def test_a_third_partys_model_is_found_and_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two packages that plan one name, others go before ours; a broken spec is said and hides nothing."""
+    (tmp_path / "acme_specs.py").write_text(
+        "from dataclasses import replace\n"
+        "from vllm_omni_neuron.sdk import model_spec\n"
+        "wan = model_spec('WanPipeline')\n"
+        "OURS = replace(wan, architecture='Ours', plans={'shared': 'nowhere:nothing'})\n"
+        "THEIRS = replace(wan, architecture='Theirs',\n"
+        "                 plans=dict.fromkeys(['shared', 'own'], 'omni_neuron_wan22.planning:t2v_a14b'))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
 
-    def registry(**declared: str) -> types.SimpleNamespace:
-        return types.SimpleNamespace(PIPELINE_REGISTRY=[], PLANNABLE_MODELS=declared)
+    def model(distribution: str, architecture: str, spec: str) -> RegisteredModel:
+        return RegisteredModel(architecture, "Class", "module", "entry", distribution, "1", spec_path=spec)
 
-    def provider(distribution: str, registry: Any) -> runtime.Provider:
-        return runtime.Provider(
-            distribution, "module", plannable.GROUP, distribution, "1", status="loaded", _object=registry
-        )
-
-    ours = registry(shared="nowhere:nothing")
-    theirs = registry(shared=f"{planning.__name__}:t2v_a14b", own=f"{planning.__name__}:t2v_a14b")
-    silent = types.SimpleNamespace(PIPELINE_REGISTRY=[])
-    providers = [provider("omni-neuron-ours", ours), provider("acme-video", theirs), provider("acme-silent", silent)]
-    monkeypatch.setattr(runtime, "discover_providers", lambda group: runtime.ProviderSet(group, providers))
+    models = [
+        model("omni-neuron-ours", "Ours", "acme_specs:OURS"),
+        model("acme-video", "Theirs", "acme_specs:THEIRS"),
+        model("acme-silent", "Silent", ""),
+        model("acme-broken", "Broken", "acme_specs:GONE"),
+    ]
+    monkeypatch.setattr(plannable, "discover_models", lambda: models)
     for name in ("shared", "own"):
-        assert plannable.find_model(name).heads == 40
+        assert plannable.find_model(name, "plans").heads == 40
     with pytest.raises(plannable.UnknownModelError, match=r"\(own, shared\)"):
-        plannable.find_model("wan22-t2v-a14b")
+        plannable.find_model("wan22-t2v-a14b", "plans")
+    assert "acme-broken 1" in caplog.text
 
 
 def test_no_vllm_is_imported() -> None:

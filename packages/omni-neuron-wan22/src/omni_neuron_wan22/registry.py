@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this distribution registers with vLLM-Omni; the entry point `vllm_omni_neuron.models` names this module.
 
-Importing it imports no model code: that happens when vLLM-Omni resolves the pipeline, or a plan is asked for.
+Importing it imports no model code: that happens when vLLM-Omni resolves the pipeline.
 """
 
 PIPELINE_REGISTRY = [
@@ -21,13 +21,9 @@ PIPELINE_REGISTRY = [
     },
 ]
 
-# For `vllm-omni-neuron plan`: functions that return a `ModelSizes`, without arguments by a model's name, and with a
-# checkpoint folder by the `_class_name` of its model_index.json.
-_FUNCTIONS = {"wan22-t2v-a14b": "t2v_a14b", "wan22-i2v-a14b": "i2v_a14b", "wan22-ti2v-5b": "ti2v_5b"}
-_CHECKPOINTS = [entry["model_arch"] for entry in PIPELINE_REGISTRY]
-PLANNABLE_MODELS = {name: f"omni_neuron_wan22.planning:{function}" for name, function in _FUNCTIONS.items()}
-PLANNABLE_CHECKPOINTS = dict.fromkeys(_CHECKPOINTS, "omni_neuron_wan22.planning:from_checkpoint")
-
-# For `vllm-omni-neuron lower`, likewise; these return an object with `make(component, …)`.
-LOWERABLE_MODELS = {name: f"omni_neuron_wan22.lowering:{function}" for name, function in _FUNCTIONS.items()}
-LOWERABLE_CHECKPOINTS = dict.fromkeys(_CHECKPOINTS, "omni_neuron_wan22.lowering:from_checkpoint")
+# What each is made of and supports, for the runner, the command line and the conformance kit.
+MODEL_SPECS = {
+    "WanPipeline": "omni_neuron_wan22.spec:T2V",
+    "WanImageToVideoPipeline": "omni_neuron_wan22.spec:I2V",
+}
+SDK = 1

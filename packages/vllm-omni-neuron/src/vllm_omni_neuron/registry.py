@@ -4,6 +4,9 @@
 An entry point names a module or an object with a `PIPELINE_REGISTRY`: a list of dicts with the keys below. Reading it
 imports that module, not the pipelines' own modules, which vLLM-Omni imports when a pipeline is asked for.
 
+Beside it `MODEL_SPECS` gives each architecture's `ModelSpec` as "module:NAME", imported when it is asked for, and `SDK`
+the major version of the SDK that the package is written for. A package with neither is used, but not planned for.
+
 Where several distributions claim one architecture, a distribution of others goes before ours, then the first by
 normalised name; the rest are shadowed and a warning says so. That is also the rule for two entry points of one name.
 """
@@ -19,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import omni_neuron_runtime as runtime
+from vllm_omni_neuron.sdk import SDK_VERSION, ModelSpec, SpecError, load_spec
 
 GROUP = "vllm_omni_neuron.models"
 REQUIRED_KEYS = ("model_arch", "class_name")
@@ -50,6 +54,7 @@ class RegisteredModel:
         reason: why it is not registered; else "".
         hooks: the remaining keywords of vLLM-Omni's `register_diffusion_model`.
         final_output_type: what the model makes, "video" for vLLM-Omni's video endpoints; "" leaves it to vLLM-Omni.
+        spec_path: "module:NAME" of its `ModelSpec`; "" where the package declares none.
     """
 
     architecture: str
@@ -62,6 +67,38 @@ class RegisteredModel:
     reason: str = ""
     hooks: tuple[tuple[str, str], ...] = ()
     final_output_type: str = ""
+    spec_path: str = ""
+
+    def load_spec(self) -> ModelSpec | None:
+        """What the package says of the model; None where it says nothing. Imports the spec's module.
+
+        Raises:
+            SpecError: it cannot be had; the message names distribution, version and cause.
+        """
+        if not self.spec_path:
+            return None
+        where = f"spec {self.spec_path!r} of {self.distribution} {self.version}"
+        try:
+            spec = load_spec(self.spec_path)
+        # Whatever a foreign module raises while it is imported, the others must still work; SystemExit included.
+        except (Exception, SystemExit) as error:
+            raise SpecError(f"{where}: {type(error).__name__}: {error}") from error
+        if spec.architecture != self.architecture:
+            raise SpecError(f"{where} is of {spec.architecture}, not of {self.architecture}")
+        return spec
+
+
+def spec_of(architecture: str) -> ModelSpec:
+    """See `vllm_omni_neuron.sdk.model_spec`."""
+    models = [model for model in discover_models() if model.status == "registered"]
+    for model in models:
+        if model.architecture == architecture:
+            spec = model.load_spec()
+            if spec is None:
+                raise SpecError(f"{model.distribution} {model.version} declares no MODEL_SPECS for {architecture}")
+            return spec
+    known = ", ".join(sorted(model.architecture for model in models)) or "none"
+    raise SpecError(f"no installed model package offers {architecture!r}; offered are: {known}")
 
 
 def discover_models() -> list[RegisteredModel]:
@@ -130,9 +167,11 @@ def _claims_of(provider: runtime.Provider) -> Iterator[RegisteredModel]:
         yield whole(status="failed", reason=provider.reason)  # the provider has said it in a warning
         return
     try:
-        yield from [
+        models = [
             _read_entry(provider, registry, index, entry) for index, entry in enumerate(_entries(provider, registry))
         ]
+        specs = _spec_paths(provider, registry, [model.architecture for model in models])
+        yield from [replace(model, spec_path=specs.get(model.architecture, "")) for model in models]
     except MalformedEntryError as error:
         _warn_once(f"{error}; the whole entry point is left out")
         yield whole(status="failed", reason=str(error))
@@ -144,6 +183,28 @@ def _entries(provider: runtime.Provider, registry: Any) -> list[Any]:
         found = type(entries).__name__
         raise MalformedEntryError(f"{provider}: its PIPELINE_REGISTRY must be a list of dicts; found a {found}")
     return entries
+
+
+def _spec_paths(provider: runtime.Provider, registry: Any, architectures: list[str]) -> dict[str, str]:
+    """`MODEL_SPECS` of the registry, checked with its `SDK`."""
+    specs = getattr(registry, "MODEL_SPECS", {})
+    if not isinstance(specs, dict):
+        raise MalformedEntryError(f"{provider}: its MODEL_SPECS must be a dict; found a {type(specs).__name__}")
+    if not specs:
+        return {}
+    for architecture, path in specs.items():
+        if architecture not in architectures:
+            raise MalformedEntryError(
+                f"{provider}: MODEL_SPECS names {architecture!r}; PIPELINE_REGISTRY has {', '.join(architectures)}"
+            )
+        if not isinstance(path, str) or not all(path.partition(":")):
+            raise MalformedEntryError(f"{provider}: MODEL_SPECS[{architecture!r}] is {path!r}; write 'module:NAME'")
+    sdk = getattr(registry, "SDK", None)
+    if sdk != SDK_VERSION[0]:
+        raise MalformedEntryError(
+            f"{provider}: its SDK is {sdk!r}, and this vllm-omni-neuron has the model SDK {SDK_VERSION[0]}"
+        )
+    return dict(specs)
 
 
 def _read_entry(provider: runtime.Provider, registry: Any, index: int, entry: Any) -> RegisteredModel:

@@ -65,7 +65,7 @@ def lower(
     if not is_cpu_mode():
         fail("lower traces for the CPU: set VLLM_NEURON_CPU_MODE=1")
     try:
-        components = find_model(model, "LOWERABLE")
+        components = find_model(model, "lowers")
         topology = Topology(tp=tp, cp=cp, cfg=cfg)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -92,6 +92,6 @@ def _model(name: str) -> ModelSizes:
     from .plannable import find_model
 
     try:
-        return find_model(name)
+        return find_model(name, "plans")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--model") from None

@@ -1,64 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that `plan` and `lower` know: what model packages declare beside their PIPELINE_REGISTRY.
+"""The models that `plan` and `lower` know: what the specs of installed model packages name in `plans` and `lowers`.
 
-`PLANNABLE_MODELS` maps a name to "module:function" without arguments, `PLANNABLE_CHECKPOINTS` the `_class_name` of a
-model_index.json to "module:function" of the folder; both return `omni_neuron_parallel.planning.ModelSizes`.
-`LOWERABLE_MODELS` and `LOWERABLE_CHECKPOINTS` are alike and return an object with `make(component, *, height, width,
-frames, dtype, layers, sequence_parallel)`, which returns a module and the keyword arguments of its call. A module is
-imported when its model is asked for. Of two distributions that claim one name, others go before ours, as for pipelines.
+A module is imported when its model is asked for. Of two specs that claim one name, the distribution of others goes
+before ours, as for pipelines.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
 import omni_neuron_runtime as runtime
-from vllm_omni_neuron.registry import GROUP
+from vllm_omni_neuron.registry import RegisteredModel, discover_models
+from vllm_omni_neuron.sdk import ModelSpec, SpecError
+
+Purpose = Literal["plans", "lowers"]
+
+logger = logging.getLogger(__name__)
 
 
 class UnknownModelError(ValueError):
-    """No installed model package can plan for this; the message names what is known."""
+    """No installed model package knows this; the message names what is known."""
 
 
-def find_model(name: str, purpose: Literal["PLANNABLE", "LOWERABLE"] = "PLANNABLE") -> Any:
-    """The model of that name, or of that checkpoint folder: a `ModelSizes`, or what `lower` asks for components.
+def find_model(name: str, purpose: Purpose) -> Any:
+    """The model of that name, or of that checkpoint folder.
+
+    Returns:
+        For "plans" `omni_neuron_parallel.planning.ModelSizes`. For "lowers" an object with `make(component, *, height,
+        width, frames, dtype, layers, sequence_parallel)`, which returns a module and the keyword arguments of its call.
 
     Raises:
         UnknownModelError: neither; or a folder of another architecture.
         ValueError: the model package refuses the folder.
     """
-    models, checkpoints = _declared(f"{purpose}_MODELS"), _declared(f"{purpose}_CHECKPOINTS")
-    if name in models:
-        return _call(models[name])
+    specs = _specs()
+    functions = {key: function for spec in specs for key, function in getattr(spec, purpose).items() if key}
+    if name in functions:
+        return _call(functions[name])
     index = Path(name).expanduser() / "model_index.json"
     if not index.is_file():
         raise UnknownModelError(
-            f"{name} is neither a known model ({_listed(models)}) nor a checkpoint folder with a model_index.json"
+            f"{name} is neither a known model ({_listed(functions)}) nor a checkpoint folder with a model_index.json"
         )
     try:
         architecture = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     except (ValueError, KeyError, TypeError) as error:
         raise UnknownModelError(f"{index} does not name a _class_name: {error!r}") from None
+    checkpoints = {spec.architecture: getattr(spec, purpose)[""] for spec in specs if "" in getattr(spec, purpose)}
     if architecture not in checkpoints:
         raise UnknownModelError(f"{index} has _class_name {architecture!r}; known are {_listed(checkpoints)}")
     return _call(checkpoints[architecture], str(index.parent))
 
 
-def _declared(attribute: str) -> dict[str, str]:
-    """What all usable model packages declare under `attribute`; a broken one has said so in a warning."""
-    found: dict[str, str] = {}
-    providers = runtime.discover_providers(GROUP).usable()
-    for provider in sorted(providers, key=lambda provider: runtime.distribution_precedence(provider.distribution)):
+def _specs() -> list[ModelSpec]:
+    """The specs of all models in use, the one that goes first for a name last; a broken one is said in a warning."""
+    specs = []
+    models = [model for model in discover_models() if model.status == "registered"]
+    for model in sorted(models, key=_precedence, reverse=True):
         try:
-            registry = provider.load()
-        except runtime.ProviderError:
+            spec = model.load_spec()
+        except SpecError as error:
+            logger.warning("%s", error)
             continue
-        for name, function in getattr(registry, attribute, {}).items():
-            found.setdefault(name, function)
-    return found
+        if spec is not None:
+            specs.append(spec)
+    return specs
+
+
+def _precedence(model: RegisteredModel) -> tuple[bool, str]:
+    return runtime.distribution_precedence(model.distribution)
 
 
 def _call(function: str, *arguments: str) -> Any:

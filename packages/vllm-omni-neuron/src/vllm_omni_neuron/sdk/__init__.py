@@ -14,13 +14,34 @@ if TYPE_CHECKING:
         FEATURES,
         SDK_VERSION,
         SPEC_AXES,
+        ComponentKind,
         ComponentSpec,
+        Dtype,
+        Feature,
         ModelSpec,
+        Output,
+        SpecAxis,
         SpecError,
+        load_spec,
+        model_spec,
     )
 
 _HOMES = {
-    "spec": ["FEATURES", "SDK_VERSION", "SPEC_AXES", "ComponentSpec", "ModelSpec", "SpecError"],
+    "spec": [
+        "FEATURES",
+        "SDK_VERSION",
+        "SPEC_AXES",
+        "ComponentKind",
+        "ComponentSpec",
+        "Dtype",
+        "Feature",
+        "ModelSpec",
+        "Output",
+        "SpecAxis",
+        "SpecError",
+        "load_spec",
+        "model_spec",
+    ],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -28,9 +49,16 @@ __all__ = [
     "FEATURES",
     "SDK_VERSION",
     "SPEC_AXES",
+    "ComponentKind",
     "ComponentSpec",
+    "Dtype",
+    "Feature",
     "ModelSpec",
+    "Output",
+    "SpecAxis",
     "SpecError",
+    "load_spec",
+    "model_spec",
 ]
 
 

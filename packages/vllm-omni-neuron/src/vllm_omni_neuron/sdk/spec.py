@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -120,6 +122,34 @@ class ModelSpec:
     def of_kind(self, *kinds: ComponentKind) -> tuple[ComponentSpec, ...]:
         """The components of these kinds."""
         return tuple(component for component in self.components if component.kind in kinds)
+
+
+@functools.cache
+def load_spec(path: str) -> ModelSpec:
+    """The spec that "module:NAME" names; imports the module.
+
+    Raises:
+        SpecError: the path names no `ModelSpec`.
+        ImportError: the module, or something that it imports, is missing; or whatever else its import raises.
+    """
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise SpecError(f"spec {path!r}: write it as module:NAME")
+    spec = getattr(importlib.import_module(module), name, None)
+    if not isinstance(spec, ModelSpec):
+        raise SpecError(f"spec {path!r} is a {type(spec).__name__}; it must be a ModelSpec")
+    return spec
+
+
+def model_spec(architecture: str) -> ModelSpec:
+    """The spec of the installed model that is used for `architecture`, `_class_name` in a model_index.json.
+
+    Raises:
+        SpecError: no usable model package has the architecture, or its spec cannot be had; the message says why.
+    """
+    from vllm_omni_neuron.registry import spec_of
+
+    return spec_of(architecture)
 
 
 def _refuse_others(name: str, given: Iterable[str], known: Iterable[str]) -> None:
