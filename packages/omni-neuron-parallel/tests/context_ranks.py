@@ -60,13 +60,19 @@ def run_emulated(size: int, function: Callable[..., Any], *arguments: Any) -> li
 def split_attention(
     group: AxisGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, ContextAttentionStats]:
-    """Whole tensors in, whole output and lse out; pads hold garbage. `options` go to `context_attention`."""
+    """Whole tensors in, whole output and lse out; pads hold garbage. `options` go to `context_attention`, `key_mask`
+    of them for the whole sequence."""
     stats = ContextAttentionStats()
     queries = SequenceShard(q.shape[1], group.size, group.rank)
     keys = SequenceShard(k.shape[1], group.size, group.rank)
     local_k, local_v = keys.split(k, 1), keys.split(v, 1)
     for local in (local_k, local_v):
         local[:, keys.valid_length :] = torch.nan
+    if "key_mask" in options:
+        # Pads count as valid here: `kv_length` is what keeps them out.
+        key_mask = keys.split(options["key_mask"], 1)
+        key_mask[:, keys.valid_length :] = True
+        options = {**options, "key_mask": key_mask}
     output, lse = context_attention(
         queries.split(q, 1),
         local_k,
@@ -77,6 +83,15 @@ def split_attention(
         **{"kv_length": k.shape[1], **options},
     )
     return queries.gather(output, 1, group), queries.gather(lse, 2, group), stats
+
+
+def refusal(*arguments: Any) -> str:
+    """Why `split_attention` raises a ValueError; empty where it does not."""
+    try:
+        split_attention(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def on_real_ranks(*arguments: Any) -> Any:

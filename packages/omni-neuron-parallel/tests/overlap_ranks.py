@@ -40,9 +40,9 @@ def ring_events(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> list[E
         events.append(("wait", 0))
         return wait(tensor)
 
-    def recorded_add(self: HeadSums, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def recorded_add(self: HeadSums, *block: Any) -> None:
         events.append(("compute", 0))
-        add(self, keys, values)
+        add(self, *block)
 
     with (
         patch.object(OPS, "all_to_all_single", recorded_exchange),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from compiled_ranks import collectives_agree
+from compiled_ranks import collectives_agree, masked_attention_agrees
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from omni_neuron_parallel import (
@@ -30,6 +30,13 @@ LARGE = [Topology(tp=4, cp=8, cfg=2), Topology(tp=8, cp=4)]
 def test_neuron_check_runs_collectives(four_ranks: RankPool, topology: Topology, tmp_path: Path) -> None:
     for report in four_ranks.run(collectives_agree, topology, "neuron_check", str(tmp_path)):
         assert report["difference"] == 0
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_a_mask_is_data_of_one_graph(two_ranks: RankPool, method: str) -> None:
+    for report in two_ranks.run(masked_attention_agrees, method):
+        assert report["graphs"] == 2
+        assert report["difference"] < 1e-5  # type: ignore[operator]
 
 
 def test_stablehlo_collectives_on_four_ranks(four_ranks: RankPool, tmp_path: Path) -> None:

@@ -187,6 +187,54 @@ def test_joint_tokens_count_once(world: str, method: str, request: pytest.Fixtur
     check(run(world, request, (q, k, v), method=method, joint_kv=joint, kv_length=0), (q, *joint))
 
 
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_masked_keys_take_no_part_whatever_they_hold(world: str, method: str, request: pytest.FixtureRequest) -> None:
+    """No joint token is left for the first batch element, and the second has no key in the first half."""
+    joint_mask = torch.tensor([[False] * 7, [True, False, True, True, False, False, True]])
+    key_mask = random(2, 61, seed=5) > 0
+    key_mask[1, :31] = False
+    for gain, bounded in ((1, 3), (40, 0)):
+        q, k, v = heads(gain=gain)
+        joint = (random(2, 7, 3, 16, seed=8), random(2, 7, 3, 16, seed=9))
+        for masks in ({"joint_mask": joint_mask}, {"joint_mask": joint_mask, "key_mask": key_mask}):
+            chosen = torch.cat([masks.get("key_mask", torch.ones(2, 61, dtype=torch.bool)), joint_mask], 1)
+            keys, values = torch.cat([k, joint[0]], 1), torch.cat([v, joint[1]], 1)
+            one_by_one = [exact(q[b, None], keys[b, chosen[b]][None], values[b, chosen[b]][None])[:2] for b in range(2)]
+            output, lse = (torch.cat(parts) for parts in zip(*one_by_one, strict=True))
+            spoilt_k, spoilt_v = (t.masked_fill(~chosen[..., None, None], torch.nan) for t in (keys, values))
+            results = run(
+                world,
+                request,
+                (q, spoilt_k[:, :61], spoilt_v[:, :61]),
+                method=method,
+                joint_kv=(spoilt_k[:, 61:], spoilt_v[:, 61:]),
+                **masks,
+            )
+            for result, result_lse, stats in results:
+                assert relative_error(result, output) < 1e-5
+                assert (result_lse - lse).abs().max() < 1e-4
+                assert stats.clamped_rows == 0
+                assert stats.bounded_heads == (bounded if method == "ring" else 0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_mask_without_a_key_is_refused_on_every_rank(world: int) -> None:
+    q, k, v = heads(8)
+    key_mask = torch.ones(2, 8, dtype=torch.bool)
+    key_mask[1] = False
+    no_joint = torch.zeros(2, 8, dtype=torch.bool)
+    for options in ({}, {"joint_kv": (k, v), "joint_mask": no_joint}, {"joint_kv": (k[:, :0], v[:, :0])}):
+        messages = context_ranks.run_emulated(world, context_ranks.refusal, q, k, v, {"key_mask": key_mask, **options})
+        assert (
+            messages == ["key_mask leaves batch elements [1] without a key; valid is at least one key for each"] * world
+        )
+    assert (
+        context_ranks.run_emulated(world, context_ranks.refusal, q, k, v, {"key_mask": key_mask, "joint_kv": (k, v)})
+        == [""] * world
+    )
+
+
 @pytest.mark.parametrize("method", ["auto", *METHODS])
 def test_no_length_is_bit_identical_to_all_keys_valid(method: Any) -> None:
     q, k, v = heads(64)
@@ -227,7 +275,7 @@ def test_the_next_block_travels_before_this_one_is_computed(monkeypatch: pytest.
             return tensor
 
     add = softmax_sums.HeadSums.add
-    monkeypatch.setattr(softmax_sums.HeadSums, "add", lambda self, k, v: events.append("compute") or add(self, k, v))
+    monkeypatch.setattr(softmax_sums.HeadSums, "add", lambda self, *kv: events.append("compute") or add(self, *kv))
     q, k, v = heads(4)
     context_attention(q, k, v, group=Recorded("cp", (0, 1, 2), 1), method="ring")
     start = "start (2, 2, 4, 3, 16)"
@@ -281,6 +329,16 @@ def test_errors() -> None:
         context_attention(q, k, v[:, :4], group=group)
     with pytest.raises(ValueError, match=r"q \(2, 8, 3, 16\) and joint k \(2, 8, 2, 16\) differ in more than"):
         context_attention(q, k, v, group=group, joint_kv=(k[:, :, :2], v[:, :, :2]))
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    with pytest.raises(ValueError, match="joint_mask without joint_kv"):
+        context_attention(q, k, v, group=group, joint_mask=mask)
+    with pytest.raises(ValueError, match=r"joint_mask is torch\.int64 \(2, 8\); valid is torch\.bool \(2, 8\)"):
+        context_attention(q, k, v, group=group, joint_kv=(k, v), joint_mask=mask.long())
+    with pytest.raises(ValueError, match=r"key_mask is torch\.bool \(2, 4\); valid is torch\.bool \(2, 8\)"):
+        context_attention(q, k, v, group=group, key_mask=mask[:, :4])
+    # Unlike without a mask, joint keys alone might be none.
+    with pytest.raises(ValueError, match=r"kv_length = 0: valid are 1\.\.8"):
+        context_attention(q, k, v, group=group, kv_length=0, joint_kv=(k, v), joint_mask=mask)
 
 
 FAKE_PROVIDER = """

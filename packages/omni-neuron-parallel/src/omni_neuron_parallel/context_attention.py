@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
 
@@ -43,6 +43,14 @@ class ContextAttentionStats:
     bounded_heads: int = 0
 
 
+class _Joint(NamedTuple):
+    """Keys and values that every rank holds, and bool `[B, S_joint]` of those that take part; None: all."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+
+
 @overload
 def context_attention(
     q: torch.Tensor,
@@ -55,6 +63,8 @@ def context_attention(
     method: ContextMethod = ...,
     return_lse: Literal[False] = False,
     joint_kv: KeysValues | None = ...,
+    key_mask: torch.Tensor | None = ...,
+    joint_mask: torch.Tensor | None = ...,
     stats: ContextAttentionStats | None = ...,
 ) -> torch.Tensor: ...
 
@@ -71,6 +81,8 @@ def context_attention(
     method: ContextMethod = ...,
     return_lse: Literal[True],
     joint_kv: KeysValues | None = ...,
+    key_mask: torch.Tensor | None = ...,
+    joint_mask: torch.Tensor | None = ...,
     stats: ContextAttentionStats | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -86,6 +98,8 @@ def context_attention(
     method: ContextMethod = "auto",
     return_lse: bool = False,
     joint_kv: KeysValues | None = None,
+    key_mask: torch.Tensor | None = None,
+    joint_mask: torch.Tensor | None = None,
     stats: ContextAttentionStats | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale · q kᵀ) v of this rank's queries over the keys of every rank. Collective over `group`.
@@ -115,27 +129,42 @@ def context_attention(
         return_lse: also return the logarithm of each row's softmax denominator.
         joint_kv: further keys and values `[B, S_joint, N, D]` that every rank holds whole, such as a text prompt's;
             each query attends to them once. They are not counted in `kv_length`.
+        key_mask: bool `[B, S_local]`, true for this rank's keys that take part, on every rank or on none; others do
+            not, whatever they hold. None: all within `kv_length`. At least one key must be left for every batch
+            element, the other ranks' and joint ones included. Eager code makes sure, for which the ranks exchange one
+            number a batch element and wait for the device; compiled code cannot.
+        joint_mask: bool `[B, S_joint]`, the same for `joint_kv`, and alike on every rank. It may leave none: then
+            `kv_length` is at least 1.
         stats: counters to add to. Counting waits for the device, and cannot be compiled.
 
     Returns:
         `[B, S_q, N, D]` in q's dtype, accumulated in float32; with `return_lse` also float32 `[B, N, S_q]`.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown method, or a `kv_length` that leaves no key or names too many.
+        ValueError: shapes that do not fit, an unknown method, a `kv_length` that leaves no key or names too many, a
+            mask that is not bool or leaves no key, or a `joint_mask` without `joint_kv`.
     """
     _check(q, k, v, joint_kv, method)
+    _check_mask("key_mask", key_mask, k)
+    if joint_mask is not None and joint_kv is None:
+        raise ValueError("joint_mask without joint_kv: valid is None, or both")
+    joint = None if joint_kv is None else _Joint(*joint_kv, joint_mask)
+    if joint is not None:
+        _check_mask("joint_mask", joint_mask, joint.k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    valid = _valid_keys(kv_length, k.shape[1], group, joint_kv)
+    valid = _valid_keys(kv_length, k.shape[1], group, joint)
+    if key_mask is not None and not torch.compiler.is_compiling():
+        _check_keys_left(key_mask[:, : valid[group.rank]], group, joint)
     lse: torch.Tensor | None
-    kernel_ring = None if method == "gather" else _kernel_ring(q, k, v, group, scale, sum(valid), joint_kv)
+    kernel_ring = None if method == "gather" else _kernel_ring(q, k, v, group, scale, sum(valid), joint, key_mask)
     if kernel_ring is not None:
         output, lse, _ = ring_attention(q, k, v, **kernel_ring, return_lse=return_lse or stats is not None)
         if stats is not None:
             stats.blocks += group.size
     elif method == "ring":
-        output, lse = _ring(q, k, v, group, scale, valid, joint_kv, stats)
+        output, lse = _ring(q, k, v, group, scale, valid, joint, key_mask, stats)
     else:
-        output, lse = _gather(q, k, v, group, scale, sum(valid), joint_kv, return_lse or stats is not None)
+        output, lse = _gather(q, k, v, group, scale, sum(valid), joint, key_mask, return_lse or stats is not None)
         if stats is not None:
             stats.blocks += 1
     if stats is not None:
@@ -163,16 +192,32 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, joint_kv: KeysValu
             raise ValueError(f"q {tuple(q.shape)} and {key_name} {tuple(key.shape)} differ in more than their tokens")
 
 
-def _valid_keys(kv_length: int | None, shard_length: int, group: AxisGroup, joint_kv: KeysValues | None) -> list[int]:
+def _check_mask(name: str, mask: torch.Tensor | None, keys: torch.Tensor) -> None:
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != keys.shape[:2]):
+        raise ValueError(f"{name} is {mask.dtype} {tuple(mask.shape)}; valid is torch.bool {tuple(keys.shape[:2])}")
+
+
+def _valid_keys(kv_length: int | None, shard_length: int, group: AxisGroup, joint: _Joint | None) -> list[int]:
     """The number of valid keys in each rank's block."""
     total = shard_length * group.size
     length = total if kv_length is None else kv_length
-    least = 1 if joint_kv is None or joint_kv[0].shape[1] == 0 else 0
+    # A joint mask may leave no joint key, which nobody can know from shapes.
+    least = 0 if joint is not None and joint.k.shape[1] and joint.mask is None else 1
     if not least <= length <= total:
         raise ValueError(
             f"kv_length = {length}: valid are {least}..{total} ({group.size} ranks of {shard_length} keys each)"
         )
     return [min(max(length - rank * shard_length, 0), shard_length) for rank in range(group.size)]
+
+
+def _check_keys_left(key_mask: torch.Tensor, group: AxisGroup, joint: _Joint | None) -> None:
+    """Collective over `group`, and the same verdict on every rank."""
+    left = group.all_gather(key_mask.any(1, keepdim=True).float(), dim=1).amax(1) > 0
+    if joint is not None:
+        left |= joint.k.shape[1] > 0 if joint.mask is None else joint.mask.any(1)
+    if not left.all():
+        without = (~left).nonzero().flatten().tolist()
+        raise ValueError(f"key_mask leaves batch elements {without} without a key; valid is at least one key for each")
 
 
 def _kernel_ring(
@@ -182,12 +227,19 @@ def _kernel_ring(
     group: AxisGroup,
     scale: float,
     kv_length: int,
-    joint_kv: KeysValues | None,
+    joint: _Joint | None,
+    key_mask: torch.Tensor | None,
 ) -> dict[str, Any] | None:
     """The options of `ring_attention` where someone takes these arguments; None for the reference, which gathers."""
-    if group.size == 1 or joint_kv is not None or torch.compiler.is_compiling():
+    if group.size == 1 or joint is not None or torch.compiler.is_compiling():
         return None
-    options = {"group": group, "replica_groups": get_partition(group), "scale": scale, "key_length": kv_length}
+    options = {
+        "group": group,
+        "replica_groups": get_partition(group),
+        "scale": scale,
+        "key_length": kv_length,
+        "key_mask": key_mask,
+    }
     return options if explain("ring_attention", q, k, v, **options).provider != "torch" else None
 
 
@@ -198,15 +250,44 @@ def _gather(
     group: AxisGroup,
     scale: float,
     kv_length: int,
-    joint_kv: KeysValues | None,
+    joint: _Joint | None,
+    key_mask: torch.Tensor | None,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if group.size > 1:
         k, v = group.all_gather(torch.stack([k, v]), dim=2).unbind(0)
     k, v = k[:, :kv_length], v[:, :kv_length]
-    if joint_kv is not None:
-        k, v = torch.cat([k, joint_kv[0]], dim=1), torch.cat([v, joint_kv[1]], dim=1)
-    return flash_attention(q, k, v, scale=scale), log_sum_exp(q, k, scale) if with_lse else None
+    mask = None if key_mask is None else _unmarked(group.all_gather(_marked(key_mask, k), dim=1)[:, :kv_length])
+    if joint is not None:
+        mask = _joined(mask, k, joint)
+        k, v = torch.cat([k, joint.k], dim=1), torch.cat([v, joint.v], dim=1)
+    output = flash_attention(q, k, v, scale=scale, key_mask=mask)
+    return output, log_sum_exp(q, k, scale, mask) if with_lse else None
+
+
+def _joined(mask: torch.Tensor | None, k: torch.Tensor, joint: _Joint) -> torch.Tensor | None:
+    """The mask of keys `k` followed by the joint ones; None where all of them take part."""
+    if mask is None and joint.mask is None:
+        return None
+    parts = ((mask, k), (joint.mask, joint.k))
+    return torch.cat([k.new_ones(k.shape[:2], dtype=torch.bool) if m is None else m for m, k in parts], dim=1)
+
+
+def _marked(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The mask in the dtype of keys, which every backend's collectives know."""
+    return mask.to(like.dtype)
+
+
+def _unmarked(marks: torch.Tensor) -> torch.Tensor:
+    return marks > 0
+
+
+def _zeroed(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> KeysValues:
+    """Keys and values that take no part as zeros, which neither a proof nor a product of theirs sees."""
+    if mask is None:
+        return k, v
+    chosen = mask[:, :, None, None]
+    return torch.where(chosen, k, 0), torch.where(chosen, v, 0)
 
 
 def _ring(
@@ -216,26 +297,36 @@ def _ring(
     group: AxisGroup,
     scale: float,
     valid: list[int],
-    joint_kv: KeysValues | None,
+    joint: _Joint | None,
+    key_mask: torch.Tensor | None,
     stats: ContextAttentionStats | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    sums = _split_heads(q, k, v, group, scale, valid, joint_kv)
+    k, v = _zeroed(k, v, key_mask)
+    if joint is not None:
+        joint = _Joint(*_zeroed(joint.k, joint.v, joint.mask), joint.mask)
+    sums = _split_heads(q, k, v, group, scale, valid, joint)
     blocks = 0
-    if joint_kv is not None and joint_kv[0].shape[1]:
+    if joint is not None and joint.k.shape[1]:
         blocks += 1
         for part in sums:
-            part.add(*joint_kv)
+            part.add(joint.k, joint.v, joint.mask)
     block = torch.stack([k, v])
+    marks = None if key_mask is None else _marked(key_mask, k)
     for step in range(group.size):
         # The next block travels while this one is computed.
-        next_block = group.start_rotate(block) if step + 1 < group.size else None
+        travels = step + 1 < group.size
+        next_block = group.start_rotate(block) if travels else None
+        next_marks = group.start_rotate(marks) if travels and marks is not None else None
         keys = valid[(group.rank - step) % group.size]
         if keys:
             blocks += 1
+            mask = None if marks is None else _unmarked(marks[:, :keys])
             for part in sums:
-                part.add(block[0][:, :keys], block[1][:, :keys])
+                part.add(block[0][:, :keys], block[1][:, :keys], mask)
         if next_block is not None:
             block = next_block()
+        if next_marks is not None:
+            marks = next_marks()
     if stats is not None:
         stats.blocks += blocks
         stats.bounded_heads += sum(len(part.heads) for part in sums if part.bounded)
@@ -252,12 +343,12 @@ def _split_heads(
     group: AxisGroup,
     scale: float,
     valid: list[int],
-    joint_kv: KeysValues | None,
+    joint: _Joint | None,
 ) -> list[HeadSums]:
     """Empty sums of the heads: of those with a bounded softmax, and of those with a running maximum."""
     if torch.compiler.is_compiling():
         return [HeadSums(q, scale, torch.arange(q.shape[2], device=q.device), bounded=False)]
-    safe = _safe_heads(q, k, v, group, scale, valid, joint_kv)
+    safe = _safe_heads(q, k, v, group, scale, valid, joint)
     split = ((safe.nonzero().flatten(), True), ((~safe).nonzero().flatten(), False))
     return [HeadSums(q, scale, heads, bounded) for heads, bounded in split if len(heads)]
 
@@ -269,14 +360,19 @@ def _safe_heads(
     group: AxisGroup,
     scale: float,
     valid: list[int],
-    joint_kv: KeysValues | None,
+    joint: _Joint | None,
 ) -> torch.Tensor:
-    """Bool `[N]`: the heads whose bounded softmax is proven safe for this rank's queries over every rank's keys."""
+    """Bool `[N]`: the heads whose bounded softmax is proven safe for this rank's queries over every rank's keys.
+
+    Masked keys are zeros by now and lower no maximum of norms or of values that take part. They are counted, which
+    makes the proof's bound of overflow larger than it must be; its bound of loss does not depend on their number, since
+    they add nothing that could be rounded.
+    """
     num_keys = sum(valid)
     local = [(k[:, : valid[group.rank]], v[:, : valid[group.rank]])]
-    if joint_kv is not None:
-        local.append(joint_kv)
-        num_keys += joint_kv[0].shape[1]
+    if joint is not None:
+        local.append((joint.k, joint.v))
+        num_keys += joint.k.shape[1]
     largest = torch.stack([torch.stack([head_norm_max(key), head_abs_max(value)]) for key, value in local]).amax(0)
     k_norm_max, v_abs_max = group.all_gather(largest.unsqueeze(0), dim=0).amax(0).unbind(0)
     return bounded_softmax_is_safe(head_norm_max(q), k_norm_max, scale, num_keys, v_abs_max)

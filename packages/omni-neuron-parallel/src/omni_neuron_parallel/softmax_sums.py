@@ -38,18 +38,25 @@ class HeadSums:
         chosen = tensor if self._all_heads else tensor.index_select(2, self.heads)
         return chosen.transpose(1, 2).float()
 
-    def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Attend to a block of at least one valid key: `[B, S_block, N, D]` each."""
+    def add(self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Attend to a block of at least one key: `[B, S_block, N, D]` each.
+
+        `mask`, bool `[B, S_block]`, is true for those that take part; it may leave none. The others hold finite values.
+        """
         keys, values = self._select(k), self._select(v)
         for rows in _row_slices(self._queries, keys):
             scores = self._queries[:, :, rows] @ keys.mT
+            if mask is not None:
+                scores.masked_fill_(~mask[:, None, None], -torch.inf)
             if self._peak is not None:
                 peak = torch.maximum(self._peak[:, :, rows], scores.amax(-1, keepdim=True))
-                decay = (self._peak[:, :, rows] - peak).exp()
+                # Without a key so far the peak is −∞, and −∞ − −∞ is not a number.
+                shift = peak if mask is None else peak.masked_fill(peak == -torch.inf, 0)
+                decay = (self._peak[:, :, rows] - shift).exp()
                 self._weights[:, :, rows] *= decay
                 self._values[:, :, rows] *= decay
                 self._peak[:, :, rows] = peak
-                scores -= peak
+                scores -= shift
             scores.exp_()
             self._weights[:, :, rows] += scores.sum(-1, keepdim=True)
             self._values[:, :, rows] += scores @ values
