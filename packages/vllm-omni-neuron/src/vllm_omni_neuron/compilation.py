@@ -13,15 +13,30 @@ from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from omni_neuron_runtime import Component
+from vllm_omni_neuron.sdk.spec import ComponentKind, ModelSpec
 
 KINDS: dict[str, Component] = {"_dit_modules": "transformer", "_encoder_modules": "text_encoder", "_vae_modules": "vae"}
+# Whose compiler's arguments a component of a `ModelSpec` gets.
+COMPILER_KINDS: dict[ComponentKind, Component] = {
+    "transformer": "transformer",
+    "text_encoder": "text_encoder",
+    "image_encoder": "text_encoder",
+    "vae": "vae",
+    "vae_encoder": "vae",
+}
 # Enough that every expert has a step at the usual flow shifts: at a shift of 12 the third sigma of four is 0.92 and the
 # last one 0.80, below A14B's boundary of 0.875.
 WARMUP_STEPS = 4
 
 
 def component_kinds(pipeline: nn.Module) -> dict[str, Component]:
-    """The kind of every component that a pipeline declares, by name; it decides the compiler's arguments."""
+    """The kind of every component that a pipeline declares, by name; it decides the compiler's arguments.
+
+    Its `spec` says so, or where it has none, the lists that vLLM-Omni reads.
+    """
+    spec = getattr(pipeline, "spec", None)
+    if isinstance(spec, ModelSpec):
+        return {component.name: COMPILER_KINDS[component.kind] for component in spec.components}
     return {name: kind for attribute, kind in KINDS.items() for name in getattr(pipeline, attribute, ())}
 
 

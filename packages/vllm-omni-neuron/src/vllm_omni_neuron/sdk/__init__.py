@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_omni_neuron.sdk.denoising import Prediction, Trajectory
+    from vllm_omni_neuron.sdk.pipeline import NeuronDiffusionPipeline
     from vllm_omni_neuron.sdk.spec import (
         FEATURES,
         SDK_VERSION,
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
         load_spec,
         model_spec,
     )
+    from vllm_omni_neuron.sdk.stage_clock import StageClock
 
 _HOMES = {
+    "denoising": ["Prediction", "Trajectory"],
+    "pipeline": ["NeuronDiffusionPipeline"],
     "spec": [
         "FEATURES",
         "SDK_VERSION",
@@ -42,6 +47,7 @@ _HOMES = {
         "load_spec",
         "model_spec",
     ],
+    "stage_clock": ["StageClock"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -54,9 +60,13 @@ __all__ = [
     "Dtype",
     "Feature",
     "ModelSpec",
+    "NeuronDiffusionPipeline",
     "Output",
+    "Prediction",
     "SpecAxis",
     "SpecError",
+    "StageClock",
+    "Trajectory",
     "load_spec",
     "model_spec",
 ]
