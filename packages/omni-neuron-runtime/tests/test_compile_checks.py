@@ -183,9 +183,11 @@ def test_options():
 
 
 @pytest.mark.parametrize("component", ["transformer", "text_encoder", "vae"])
-def test_arguments_of_the_components(component):
+def test_arguments_of_the_components(component, monkeypatch):
+    assert "--hbm-scratchpad-page-size=2048" in component_compiler_args(component)
+    monkeypatch.setenv("NEURON_SCRATCHPAD_PAGE_SIZE", "1024")
     arguments = component_compiler_args(component)
-    assert "--auto-cast=none" in arguments and "--hbm-scratchpad-page-size=2048" in arguments
+    assert "--auto-cast=none" in arguments and "--hbm-scratchpad-page-size=1024" in arguments
     assert compile_options(component, arguments)["compiler_args"] == arguments
     assert any("instruction-limit" in argument for argument in arguments) == (component == "vae")
     with pytest.raises(ValueError, match="component = 'unet': valid are transformer, text_encoder, vae"):

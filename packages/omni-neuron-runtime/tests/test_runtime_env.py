@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 import runpy
 import sys
 
 import pytest
 
-from omni_neuron_runtime import EnvironmentVariableError, env
+from omni_neuron_runtime import EnvironmentVariableError, env, environment_defaults
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +83,12 @@ def test_the_page_is_written_and_checked(tmp_path, monkeypatch, capsys):
         run("--check")
     assert stopped.value.code == 1
     assert "is not current" in capsys.readouterr().err
+
+
+def test_what_the_user_has_set_wins_over_defaults(monkeypatch):
+    monkeypatch.setenv("THE_USERS", "own")
+    monkeypatch.delenv("NOBODYS", raising=False)
+    with environment_defaults({"THE_USERS": "ours", "NOBODYS": "ours"}) as kept:
+        assert kept == {"THE_USERS": "own"}
+        assert (os.environ["THE_USERS"], os.environ["NOBODYS"]) == ("own", "ours")
+    assert (os.environ["THE_USERS"], "NOBODYS" in os.environ) == ("own", False)

@@ -28,7 +28,7 @@ from omni_neuron_runtime.devices import (
     visible_cores,
 )
 from omni_neuron_runtime.env import EnvironmentVariableError, EnvVar
-from omni_neuron_runtime.processes import fork_server, openmp_threads
+from omni_neuron_runtime.processes import environment_defaults, fork_server, openmp_threads
 from omni_neuron_runtime.providers import (
     Provider,
     ProviderError,
@@ -92,6 +92,7 @@ __all__ = [
     "discover_providers",
     "distribution_precedence",
     "env",
+    "environment_defaults",
     "execute_on_all_ranks",
     "fork_server",
     "fused_qkv_weight_loader",

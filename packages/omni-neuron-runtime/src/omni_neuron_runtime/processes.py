@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
@@ -36,3 +36,20 @@ def openmp_threads(count: int) -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
         if "OMP_NUM_THREADS" in before:
             os.environ["OMP_NUM_THREADS"] = before["OMP_NUM_THREADS"]
+
+
+@contextlib.contextmanager
+def environment_defaults(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Set those of `variables` that are not set, for the time of the block.
+
+    Yields:
+        The others, with the values that they have.
+    """
+    kept = {name: os.environ[name] for name in variables if name in os.environ}
+    added = {name: value for name, value in variables.items() if name not in kept}
+    os.environ.update(added)
+    try:
+        yield kept
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

@@ -58,6 +58,7 @@ class Provider:
     reason: str = ""
     _entry_point: metadata.EntryPoint | None = field(default=None, repr=False, compare=False)
     _object: Any = field(default=None, repr=False, compare=False)
+    _error: BaseException | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"entry point {self.name!r} = {self.value!r} of {self.distribution} {self.version} in group {self.group}"
@@ -66,12 +67,12 @@ class Provider:
         """Import what the entry point points at and return it; the second call returns the same object.
 
         Raises:
-            ProviderError: it is filtered or shadowed, or its import failed (now or before).
+            ProviderError: it is filtered or shadowed, or its import failed (now or before), which is then the cause.
         """
         if self.status == "found":
             self._load()
         if self.status != "loaded":
-            raise ProviderError(f"{self} is not usable: {self.status}: {self.reason}")
+            raise ProviderError(f"{self} is not usable: {self.status}: {self.reason}") from self._error
         return self._object
 
     def _load(self) -> None:
@@ -80,7 +81,7 @@ class Provider:
             self._object = self._entry_point.load()
         # Whatever a foreign module raises while it is imported, the others must still work; SystemExit included.
         except (Exception, SystemExit) as error:
-            self.status, self.reason = "failed", f"{type(error).__name__}: {error}"
+            self.status, self.reason, self._error = "failed", f"{type(error).__name__}: {error}", error
             logger.warning("%s failed to load and is left out: %s", self, self.reason, exc_info=True)
         else:
             self.status = "loaded"

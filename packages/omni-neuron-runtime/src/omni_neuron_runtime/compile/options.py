@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from omni_neuron_runtime import env
+
 Component = Literal["transformer", "text_encoder", "vae", "vae_encoder"]
 
 _LEVEL = "--optimization-level"
 
-# What the documented deployments of Wan2.2 pass to neuronx-cc. The scratchpad's page has to be the one in
-# NEURON_CC_FLAGS. A decoder has far more instructions than a transformer of its size.
-_COMMON = ("--auto-cast=none", "--hbm-scratchpad-page-size=2048")
+# What the documented deployments of Wan2.2 pass to neuronx-cc. A decoder has far more instructions than a transformer
+# of its size.
 _VAE = ("--model-type=unet-inference", f"{_LEVEL}=1", "--internal-max-instruction-limit=15000000")
 _BY_COMPONENT: dict[str, tuple[str, ...]] = {
     "transformer": ("--model-type=transformer", f"{_LEVEL}=1"),
@@ -30,7 +31,8 @@ def component_compiler_args(component: Component) -> list[str]:
     """
     if component not in _BY_COMPONENT:
         raise ValueError(f"component = {component!r}: valid are {', '.join(_BY_COMPONENT)}")
-    return [*_BY_COMPONENT[component], *_COMMON]
+    page = env.get("NEURON_SCRATCHPAD_PAGE_SIZE")  # what the Neuron runtime allocates; both have to be the same
+    return [*_BY_COMPONENT[component], "--auto-cast=none", f"--hbm-scratchpad-page-size={page}"]
 
 
 def compile_options(

@@ -171,6 +171,15 @@ _ROWS = (
         "a device every worker sets it to its own core before the runtime starts.",
     ),
     EnvVar(
+        "NEURON_SCRATCHPAD_PAGE_SIZE",
+        "int",
+        2048,
+        "MiB of a page of the device's scratchpad (the Neuron runtime's own variable). Graphs are compiled for it "
+        "(`--hbm-scratchpad-page-size`), and an engine's workers get it where it is unset, unless the model's own "
+        "profile says another value.",
+        minimum=1,
+    ),
+    EnvVar(
         "OMNI_NEURON_CHECK_RANK_AGREEMENT",
         "bool",
         False,
