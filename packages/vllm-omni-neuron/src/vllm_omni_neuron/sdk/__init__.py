@@ -10,8 +10,62 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_omni_neuron.sdk.denoising import Prediction, Trajectory
-    from vllm_omni_neuron.sdk.pipeline import NeuronDiffusionPipeline
+    from vllm_omni_neuron.sdk.checkpoint import (
+        DiffusersCheckpoint,
+        check_tensors,
+        load_tensors,
+        make_on_meta,
+    )
+    from vllm_omni_neuron.sdk.config import (
+        ModelConfig,
+        ModelConfigError,
+        check_tensor_parallel,
+        read_json,
+    )
+    from vllm_omni_neuron.sdk.denoising import (
+        Prediction,
+        Trajectory,
+    )
+    from vllm_omni_neuron.sdk.engine_checks import (
+        check_engine_config,
+        topology_of,
+    )
+    from vllm_omni_neuron.sdk.engine_hooks import (
+        EngineHooks,
+    )
+    from vllm_omni_neuron.sdk.images import (
+        fit_images,
+        image_report,
+        load_images,
+        pixels,
+    )
+    from vllm_omni_neuron.sdk.mapping import (
+        Coverage,
+        Mapping,
+        mapping_coverage,
+        prefixed,
+    )
+    from vllm_omni_neuron.sdk.pipeline import (
+        NeuronDiffusionPipeline,
+    )
+    from vllm_omni_neuron.sdk.processing import (
+        ClientRequestError,
+        post_process_func,
+        pre_process_func,
+    )
+    from vllm_omni_neuron.sdk.request import (
+        GenerationRequest,
+        ImageUse,
+        RequestError,
+        RequestRules,
+        Setting,
+        check_choice,
+        check_guidance_scale,
+        check_number,
+        check_positive,
+        media_of,
+        resolve_request,
+    )
     from vllm_omni_neuron.sdk.spec import (
         FEATURES,
         SDK_VERSION,
@@ -27,11 +81,76 @@ if TYPE_CHECKING:
         load_spec,
         model_spec,
     )
-    from vllm_omni_neuron.sdk.stage_clock import StageClock
+    from vllm_omni_neuron.sdk.stage_clock import (
+        StageClock,
+    )
+    from vllm_omni_neuron.sdk.text import (
+        tokenize,
+    )
+    from vllm_omni_neuron.sdk.tiny import (
+        ascii_tokenizer,
+        perturb_constants,
+        save_components,
+        write_model_index,
+    )
 
 _HOMES = {
-    "denoising": ["Prediction", "Trajectory"],
-    "pipeline": ["NeuronDiffusionPipeline"],
+    "checkpoint": [
+        "DiffusersCheckpoint",
+        "check_tensors",
+        "load_tensors",
+        "make_on_meta",
+    ],
+    "config": [
+        "ModelConfig",
+        "ModelConfigError",
+        "check_tensor_parallel",
+        "read_json",
+    ],
+    "denoising": [
+        "Prediction",
+        "Trajectory",
+    ],
+    "engine_checks": [
+        "check_engine_config",
+        "topology_of",
+    ],
+    "engine_hooks": [
+        "EngineHooks",
+    ],
+    "images": [
+        "fit_images",
+        "image_report",
+        "load_images",
+        "pixels",
+    ],
+    "mapping": [
+        "Coverage",
+        "Mapping",
+        "mapping_coverage",
+        "prefixed",
+    ],
+    "pipeline": [
+        "NeuronDiffusionPipeline",
+    ],
+    "processing": [
+        "ClientRequestError",
+        "post_process_func",
+        "pre_process_func",
+    ],
+    "request": [
+        "GenerationRequest",
+        "ImageUse",
+        "RequestError",
+        "RequestRules",
+        "Setting",
+        "check_choice",
+        "check_guidance_scale",
+        "check_number",
+        "check_positive",
+        "media_of",
+        "resolve_request",
+    ],
     "spec": [
         "FEATURES",
         "SDK_VERSION",
@@ -47,7 +166,18 @@ _HOMES = {
         "load_spec",
         "model_spec",
     ],
-    "stage_clock": ["StageClock"],
+    "stage_clock": [
+        "StageClock",
+    ],
+    "text": [
+        "tokenize",
+    ],
+    "tiny": [
+        "ascii_tokenizer",
+        "perturb_constants",
+        "save_components",
+        "write_model_index",
+    ],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -55,20 +185,58 @@ __all__ = [
     "FEATURES",
     "SDK_VERSION",
     "SPEC_AXES",
+    "ClientRequestError",
     "ComponentKind",
     "ComponentSpec",
+    "Coverage",
+    "DiffusersCheckpoint",
     "Dtype",
+    "EngineHooks",
     "Feature",
+    "GenerationRequest",
+    "ImageUse",
+    "Mapping",
+    "ModelConfig",
+    "ModelConfigError",
     "ModelSpec",
     "NeuronDiffusionPipeline",
     "Output",
     "Prediction",
+    "RequestError",
+    "RequestRules",
+    "Setting",
     "SpecAxis",
     "SpecError",
     "StageClock",
     "Trajectory",
+    "ascii_tokenizer",
+    "check_choice",
+    "check_engine_config",
+    "check_guidance_scale",
+    "check_number",
+    "check_positive",
+    "check_tensor_parallel",
+    "check_tensors",
+    "fit_images",
+    "image_report",
+    "load_images",
     "load_spec",
+    "load_tensors",
+    "make_on_meta",
+    "mapping_coverage",
+    "media_of",
     "model_spec",
+    "perturb_constants",
+    "pixels",
+    "post_process_func",
+    "pre_process_func",
+    "prefixed",
+    "read_json",
+    "resolve_request",
+    "save_components",
+    "tokenize",
+    "topology_of",
+    "write_model_index",
 ]
 
 
