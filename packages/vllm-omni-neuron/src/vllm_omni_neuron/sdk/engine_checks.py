@@ -103,7 +103,7 @@ def _check_layout(od_config: Any, spec: ModelSpec) -> None:
 
 def _check_settings(od_config: Any, spec: ModelSpec) -> None:
     settings = model_settings(od_config)
-    choices = {"context_method": get_args(ContextMethod), "image_policy": IMAGE_POLICIES}
+    choices: dict[str, tuple[str, ...]] = {"context_method": get_args(ContextMethod), "image_policy": IMAGE_POLICIES}
     for name, valid in choices.items():
         if settings.get(name, valid[0]) not in valid:
             raise ModelConfigError(f"{name} = {settings[name]!r}: valid values are {', '.join(valid)}")
@@ -123,8 +123,8 @@ def _check_settings(od_config: Any, spec: ModelSpec) -> None:
     if od_config.dtype not in [getattr(torch, dtype) for dtype in spec.dtypes]:
         raise ModelConfigError(f"dtype = {od_config.dtype}: valid values are {' and '.join(spec.dtypes)}")
     if od_config.cache_backend not in (None, "none", "cache_dit"):
-        valid = "none, cache_dit" if spec.supports("cache_dit") else "none"
-        raise ModelConfigError(f"cache_backend = {od_config.cache_backend!r}: valid are {valid}")
+        backends = "none, cache_dit" if spec.supports("cache_dit") else "none"
+        raise ModelConfigError(f"cache_backend = {od_config.cache_backend!r}: valid are {backends}")
 
 
 def _asked_for(od_config: Any) -> Iterator[tuple[Feature, str]]:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm_omni_neuron.sdk.checkpoint import DiffusersCheckpoint
-from vllm_omni_neuron.sdk.request import GenerationRequest, RequestRules
+from vllm_omni_neuron.sdk.request import RequestRules
 from vllm_omni_neuron.sdk.spec import ModelSpec
 
 
@@ -16,7 +17,8 @@ class EngineHooks:
     """The class methods of a pipeline that need none of its weights: about checkpoint, configuration and requests.
 
     The generic checks of `check_engine_config` and `resolve_request` run before the hooks. An argument `od_config` is
-    vLLM-Omni's `OmniDiffusionConfig`; `checkpoint` is what `open_checkpoint` returned.
+    vLLM-Omni's `OmniDiffusionConfig`, `checkpoint` what `open_checkpoint` returned, `request` what `resolve_request`
+    made by the model's rules.
     """
 
     spec: ClassVar[ModelSpec]
@@ -36,12 +38,12 @@ class EngineHooks:
         """
 
     @classmethod
+    @abstractmethod
     def request_rules(cls, od_config: Any, checkpoint: Any) -> RequestRules:
-        """What this model, its checkpoint and the engine say about requests. To be written for a model."""
-        raise NotImplementedError(f"{cls.__name__}.request_rules: a model says what its requests may be")
+        """What this model, its checkpoint and the engine say about requests: defaults, strides, settings of its own."""
 
     @classmethod
-    def check_request(cls, request: GenerationRequest, checkpoint: Any, od_config: Any) -> None:
+    def check_request(cls, request: Any, checkpoint: Any, od_config: Any) -> None:
         """Refuse a request that cannot be served, beyond what its rules say; by default nothing.
 
         Raises:
@@ -49,7 +51,7 @@ class EngineHooks:
         """
 
     @classmethod
-    def num_tokens(cls, request: GenerationRequest, checkpoint: Any) -> int | None:
+    def num_tokens(cls, request: Any, checkpoint: Any) -> int | None:
         """The tokens that context parallelism splits; a request with fewer than ranks is refused. None: not checked."""
         return None
 
@@ -63,14 +65,17 @@ class EngineHooks:
 
     @classmethod
     def get_pre_process_func(cls, od_config: Any) -> Callable[[Any], Any]:
-        """For vLLM-Omni: check the engine's configuration now, and every request as it comes."""
+        """Check the engine's configuration now, and every request as it comes.
+
+        vLLM-Omni looks for functions in the pipeline's module: name this method and the next one there.
+        """
         from vllm_omni_neuron.sdk.processing import pre_process_func
 
         return pre_process_func(cls, od_config)
 
     @classmethod
     def get_post_process_func(cls, od_config: Any) -> Callable[..., Any]:
-        """For vLLM-Omni: turn the workers' frames or images into what the caller asked for."""
+        """Turn the workers' frames or images into what the caller asked for, keeping the report beside them."""
         from vllm_omni_neuron.sdk.processing import post_process_func
 
         return post_process_func(cls.spec.output)

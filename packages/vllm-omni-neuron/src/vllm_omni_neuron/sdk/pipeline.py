@@ -7,8 +7,7 @@ import contextlib
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -23,9 +22,9 @@ from omni_neuron_parallel import check_rank_agreement, collective_step, get_topo
 from omni_neuron_runtime import COUNTERS, compile_options, component_compiler_args, env, is_cpu_mode
 from vllm_omni_neuron.compilation import COMPILER_KINDS
 from vllm_omni_neuron.offload import weights_on_host
-from vllm_omni_neuron.sdk.checkpoint import DiffusersCheckpoint
 from vllm_omni_neuron.sdk.denoising import Denoising, Trajectory
-from vllm_omni_neuron.sdk.request import GenerationRequest, RequestRules, resolve_request
+from vllm_omni_neuron.sdk.engine_hooks import EngineHooks
+from vllm_omni_neuron.sdk.request import GenerationRequest, resolve_request
 from vllm_omni_neuron.sdk.spec import ComponentKind, ModelSpec
 from vllm_omni_neuron.sdk.stage_clock import StageClock
 from vllm_omni_neuron.settings import model_settings
@@ -33,7 +32,7 @@ from vllm_omni_neuron.settings import model_settings
 logger = logging.getLogger(__name__)
 
 
-class NeuronDiffusionPipeline(nn.Module, Denoising, SupportsComponentDiscovery):
+class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsComponentDiscovery):
     """A diffusion model over any mix of TP, SP, CP, CFG and VAE patch parallelism, as far as its spec goes.
 
     A model writes `spec`, `request_rules`, `load_components`, `encode_prompt`, `latent_shape`, `model_inputs` and
@@ -77,56 +76,6 @@ class NeuronDiffusionPipeline(nn.Module, Denoising, SupportsComponentDiscovery):
         self._dit_modules = self._names_of("transformer")
         self._encoder_modules = self._names_of("text_encoder", "image_encoder")
         self._vae_modules = self._names_of("vae", "vae_encoder")
-
-    # Before there are workers, in the engine's process.
-
-    @classmethod
-    def open_checkpoint(cls, od_config: OmniDiffusionConfig) -> DiffusersCheckpoint:
-        """The checkpoint folder of the engine; nothing but its index need be read."""
-        return DiffusersCheckpoint(Path(str(od_config.model)))
-
-    @classmethod
-    def check_engine(cls, od_config: OmniDiffusionConfig, checkpoint: Any) -> None:
-        """Refuse a configuration that this model cannot run, after the checks that its spec makes possible.
-
-        Raises:
-            ModelConfigError: naming the setting, its value and what would be valid.
-        """
-
-    @classmethod
-    @abstractmethod
-    def request_rules(cls, od_config: OmniDiffusionConfig, checkpoint: Any) -> RequestRules:
-        """What model, checkpoint and engine say about requests: defaults, strides, settings of the model's own."""
-
-    @classmethod
-    def check_request(cls, request: Any, checkpoint: Any, od_config: OmniDiffusionConfig) -> None:
-        """Refuse a request that `request_rules` let pass.
-
-        Raises:
-            RequestError: naming the setting, its value and what would be valid.
-        """
-
-    @classmethod
-    def num_tokens(cls, request: Any, checkpoint: Any) -> int | None:
-        """Tokens that context parallelism splits: at least one a rank. None: no number is checked."""
-        return None
-
-    @classmethod
-    def get_pre_process_func(cls, od_config: OmniDiffusionConfig) -> Callable[..., Any]:
-        """Check the engine's configuration now, and every request as it comes.
-
-        vLLM-Omni looks for functions in the pipeline's module: name this method and the next one there.
-        """
-        from vllm_omni_neuron.sdk.processing import make_pre_process
-
-        return make_pre_process(cls, od_config)
-
-    @classmethod
-    def get_post_process_func(cls, od_config: OmniDiffusionConfig) -> Callable[..., Any]:
-        """Turn what a worker returns into what the caller asked for, keeping the report beside it."""
-        from vllm_omni_neuron.sdk.processing import make_post_process
-
-        return make_post_process(cls, od_config)
 
     # What a model writes, or may.
 

@@ -96,7 +96,7 @@ def _t5_tokenizer() -> Any:
 
 
 def _qwen2_tokenizer() -> Any:
-    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.pre_tokenizers import ByteLevel  # type: ignore[import-untyped]
     from transformers import Qwen2Tokenizer
 
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
