@@ -18,6 +18,7 @@ from .generate import generate
 from .judge import judge
 from .lower import lower
 from .models import models
+from .new_model import new_model
 from .plan import plan
 from .run import Reporting, generate_videos
 from .version import version
@@ -37,6 +38,7 @@ app.command()(doctor)
 app.command()(models)
 app.command()(plan)
 app.command()(lower)
+app.command()(new_model)
 app.command()(convert_stage_config)
 app.command()(version)
 app.add_typer(cache, name="cache")
