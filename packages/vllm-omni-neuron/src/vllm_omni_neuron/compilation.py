@@ -22,7 +22,7 @@ COMPILER_KINDS: dict[ComponentKind, Component] = {
     "text_encoder": "text_encoder",
     "image_encoder": "text_encoder",
     "vae": "vae",
-    "vae_encoder": "vae",
+    "vae_encoder": "vae_encoder",
 }
 # Enough that every expert has a step at the usual flow shifts: at a shift of 12 the third sigma of four is 0.92 and the
 # last one 0.80, below A14B's boundary of 0.875.

@@ -193,7 +193,7 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
         guided = len(branches) > 1
         # Of one dtype, whichever scheduler made it: another one would be another graph.
         timestep = timestep.float().expand(latents.shape[0])
-        arguments = []
+        arguments: list[dict[str, Any]] = []
         for number, branch in enumerate(branches):
             # With CFG parallelism a rank computes some branches, and needs what belongs to those only.
             if guided and number % group.size != group.rank:

@@ -25,7 +25,7 @@ from vllm_omni_neuron.offload import weights_on_host
 from vllm_omni_neuron.sdk.denoising import Denoising, Trajectory
 from vllm_omni_neuron.sdk.engine_hooks import EngineHooks
 from vllm_omni_neuron.sdk.request import GenerationRequest, resolve_request
-from vllm_omni_neuron.sdk.spec import ComponentKind, ModelSpec
+from vllm_omni_neuron.sdk.spec import ComponentKind
 from vllm_omni_neuron.sdk.stage_clock import StageClock
 from vllm_omni_neuron.settings import model_settings
 
@@ -39,6 +39,9 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
     `decode`; every other method has a default that it may replace. Every rank encodes the text and denoises. What
     decodes lives on the first `vae_patch` ranks; rank 0 has the output, and vLLM-Omni takes it from there.
 
+    vLLM-Omni looks for functions in the pipeline's module: give `get_pre_process_func` and `get_post_process_func` of
+    the class the names there that the registry's entry has.
+
     Args:
         od_config: vLLM-Omni's configuration of this stage.
         prefix: not used; part of vLLM-Omni's signature.
@@ -51,7 +54,6 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
         clock: seconds of the running request; `with self.clock("image"): …` adds a stage to them.
     """
 
-    spec: ClassVar[ModelSpec]
     supports_request_batch: ClassVar[bool] = False
     # Context, CFG and VAE patch parallelism and CPU offload are this pipeline's own, not vLLM-Omni's.
     owns_parallelism: ClassVar[bool] = True
@@ -76,8 +78,6 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
         self._dit_modules = self._names_of("transformer")
         self._encoder_modules = self._names_of("text_encoder", "image_encoder")
         self._vae_modules = self._names_of("vae", "vae_encoder")
-
-    # What a model writes, or may.
 
     @abstractmethod
     def load_components(self) -> None:
@@ -119,8 +119,6 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
     def extra_compiled(self) -> Iterator[tuple[str, Any, str, ComponentKind]]:
         """Further functions to compile: the graph's name, the object, its attribute, and the component's kind."""
         yield from ()
-
-    # Ready.
 
     @property
     def sequence_parallel(self) -> bool:

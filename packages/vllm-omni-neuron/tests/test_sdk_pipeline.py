@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SDK's pipeline with made-up models, in one process and without an engine."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import nn
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+from vllm_omni_neuron.sdk import (
+    FEATURES,
+    ComponentSpec,
+    ModelSpec,
+    NeuronDiffusionPipeline,
+    Prediction,
+    RequestRules,
+    Trajectory,
+    denoising,
+)
+
+SIZES = {"height": 16, "width": 24, "num_inference_steps": 4, "seed": 5, "guidance_scale": 3.0}
+
+
+def spec_of(output: str, *components: ComponentSpec) -> ModelSpec:
+    return ModelSpec("ToyPipeline", "Toy", output, components, features=dict.fromkeys(FEATURES, True))  # type: ignore[arg-type]
+
+
+class Denoiser(nn.Module):
+    """Predicts weight · x + text · t / 1000."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.weight * x + text * timestep / 1000
+
+
+class Reader(nn.Module):
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        return text * 1.0
+
+
+class Decoder(nn.Module):
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        return latents[:, :3].tanh()
+
+
+class Vae(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Decoder()
+
+
+class ToyPipeline(NeuronDiffusionPipeline):
+    """An image model whose text is its length, and which counts what is asked of it."""
+
+    spec: ClassVar[ModelSpec] = spec_of(
+        "image",
+        ComponentSpec("reader", "text_encoder"),
+        ComponentSpec("denoiser", "transformer"),
+        ComponentSpec("second_denoiser", "transformer", optional=True),
+        ComponentSpec("vae", "vae"),
+    )
+
+    @classmethod
+    def open_checkpoint(cls, od_config: Any) -> Any:
+        return types.SimpleNamespace(path=Path("toy"), scheduler=lambda: FlowMatchEulerDiscreteScheduler(shift=3.0))
+
+    @classmethod
+    def request_rules(cls, od_config: Any, checkpoint: Any) -> RequestRules:
+        return RequestRules(
+            height=64,
+            width=64,
+            num_inference_steps=8,
+            guidance_scale=4.0,
+            max_sequence_length=16,
+            spatial_stride=8,
+            temporal_stride=None if cls.spec.output == "image" else 4,
+        )
+
+    def load_components(self) -> None:
+        self.asked: list[str] = []
+        self.reader = Reader()
+        self.denoiser, self.second_denoiser = Denoiser(0.5), None
+        self.vae = Vae() if self.decodes else None
+
+    def encode_prompt(self, text: str, request: Any) -> torch.Tensor:
+        self.asked.append(f"encode {text}")
+        return self.reader(torch.tensor(float(len(text))))
+
+    def latent_shape(self, request: Any) -> tuple[int, ...]:
+        return (1, 4, request.height // 8, request.width // 8)
+
+    def condition_model(self, name: str, encoded: torch.Tensor, trajectory: Trajectory) -> torch.Tensor:
+        self.asked.append(f"condition {name}")
+        return self.project(encoded)
+
+    def project(self, encoded: torch.Tensor) -> torch.Tensor:
+        return encoded / 10
+
+    def model_inputs(
+        self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Any, trajectory: Trajectory
+    ) -> dict[str, Any]:
+        return {"x": latents, "timestep": timestep, "text": conditioning}
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor | None:
+        assert self.vae is not None
+        return self.vae.decoder(latents)
+
+
+class ExpertsPipeline(ToyPipeline):
+    """A video model with two experts."""
+
+    spec: ClassVar[ModelSpec] = spec_of("video", *ToyPipeline.spec.components)
+
+    def load_components(self) -> None:
+        super().load_components()
+        self.second_denoiser = Denoiser(-0.25)
+
+    def latent_shape(self, request: Any) -> tuple[int, ...]:
+        return (1, 4, (request.num_frames - 1) // 4 + 1, request.height // 8, request.width // 8)
+
+    def choose_model(self, timestep: float, request: Any) -> tuple[str, float]:
+        return ("denoiser", request.guidance_scale) if timestep >= 600 else ("second_denoiser", 1.0)
+
+    def prepare(self, trajectory: Trajectory, prompt: Any) -> None:
+        trajectory.condition = 2.0
+
+    def finish(self, latents: torch.Tensor, trajectory: Trajectory) -> torch.Tensor:
+        return latents * trajectory.condition
+
+    def report(self, request: Any, trajectory: Trajectory) -> dict[str, Any]:
+        return {"boundary": 600, "guidance_per_expert": {"denoiser": request.guidance_scale, "second_denoiser": 1.0}}
+
+
+class NegatingPipeline(ToyPipeline):
+    """Predicts the negative, and guides from the positive branch."""
+
+    def combine_branches(self, predictions: list[Any], scale: float) -> Prediction:
+        positive, negative = predictions
+        return positive + scale * (positive - negative)
+
+    def postprocess_prediction(
+        self, prediction: Prediction, latents: torch.Tensor, timestep: torch.Tensor
+    ) -> Prediction:
+        assert isinstance(prediction, torch.Tensor)
+        return -prediction
+
+
+class ThreeBranchesPipeline(ToyPipeline):
+    def branches(self, request: Any, scale: float) -> tuple[str, ...]:
+        return ("positive", "negative", "style")
+
+    def branch_text(self, branch: str, request: Any) -> str:
+        return "as an engraving" if branch == "style" else super().branch_text(branch, request)
+
+
+class PairPipeline(ToyPipeline):
+    """Two predictions, the second of which its scheduler adds up."""
+
+    def predict_noise(self, current_model: nn.Module, branch: str, **inputs: Any) -> Prediction:
+        prediction = current_model(**inputs)
+        return prediction, prediction.sum()
+
+    def make_scheduler(self, request: Any) -> Any:
+        inner = super().make_scheduler(request)
+        self.sums: list[float] = []
+
+        def step(predictions: Any, timestep: torch.Tensor, latents: torch.Tensor) -> Any:
+            self.sums.append(float(predictions[1]))
+            return inner.step(predictions[0], timestep, latents)
+
+        return types.SimpleNamespace(timesteps=inner.timesteps, config=inner.config, step=step)
+
+
+def make(pipeline_class: type[ToyPipeline], **config: Any) -> Any:
+    settings = {"dtype": torch.float32, "model_config": {}, "vae_use_tiling": False, "enable_cpu_offload": False}
+    pipeline = pipeline_class(od_config=types.SimpleNamespace(**settings, **config))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def run(pipeline: NeuronDiffusionPipeline, **changes: Any) -> Any:
+    parameters = OmniDiffusionSamplingParams(guidance_scale_provided=True, **{**SIZES, **changes})
+    prompt = {"prompt": "a red circle", "negative_prompt": "dark"}
+    batch: Any = types.SimpleNamespace(requests=[types.SimpleNamespace(prompt=prompt)], sampling_params=parameters)
+    return pipeline.forward(batch)
+
+
+def steps(pipeline: Any, shape: tuple[int, ...], seed: int = 5) -> Iterator[tuple[float, torch.Tensor, Any]]:
+    """Timesteps with the latents before each, and a function that takes the step: the loop, written again."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(SIZES["num_inference_steps"])
+    latents = [torch.randn(shape, generator=torch.Generator().manual_seed(seed))]
+    for timestep in scheduler.timesteps:
+        yield float(timestep), latents[-1], lambda p, t=timestep: latents.append(scheduler.step(p, t, latents[-1])[0])
+    yield -1.0, latents[-1], None
+
+
+def branches_at(weight: float, latents: torch.Tensor, timestep: float, *lengths: int) -> list[torch.Tensor]:
+    return [weight * latents + length / 10 * timestep / 1000 for length in lengths]
+
+
+def test_what_a_model_must_write_is_named() -> None:
+    with pytest.raises(TypeError, match=r"decode, encode_prompt, latent_shape, load_components, model_inputs$"):
+        NeuronDiffusionPipeline(od_config=types.SimpleNamespace())  # type: ignore[abstract]
+
+
+def test_a_video_of_two_experts() -> None:
+    pipeline = make(ExpertsPipeline)
+    output = run(pipeline, num_frames=5, num_outputs_per_prompt=2, extra_args={"profile": True})
+    expected = []
+    for seed in (5, 6):
+        for timestep, latents, take in steps(pipeline, (1, 4, 2, 2, 3), seed):
+            if take is None:
+                expected.append((2 * latents)[:, :3].tanh())
+            elif timestep >= 600:
+                positive, negative = branches_at(0.5, latents, timestep, 12, 4)
+                take(negative + 3.0 * (positive - negative))
+            else:
+                take(branches_at(-0.25, latents, timestep, 12)[0])
+    assert set(output.output["payload"]) == {"video"}
+    torch.testing.assert_close(output.output["payload"]["video"], torch.cat(expected))
+    metadata = output.output["metadata"]
+    assert metadata["video"] == {"fps": 16.0}
+    report = metadata["generation"]
+    assert report["steps_per_expert"] == {"denoiser": 3, "second_denoiser": 1}
+    assert report["guidance_per_expert"] == {"denoiser": 3.0, "second_denoiser": 1.0}
+    assert (report["boundary"], report["model"], report["dtype"], report["seeds"]) == (600, "toy", "float32", [5, 6])
+    assert {name: len(seconds) for name, seconds in report["step_seconds"].items()} == {
+        "denoiser": 6,
+        "second_denoiser": 2,
+    }
+    assert set(output.stage_durations) == {"text", "denoise", "vae", "transfer"}
+    # Each text once; each expert's conditioning once a run, the first one's again as the second's took its place.
+    once = ["condition denoiser"] * 2 + ["condition second_denoiser"]
+    assert pipeline.asked == ["encode a red circle", "encode dark", *once, *once]
+
+
+def test_an_image_of_one_transformer_with_its_own_guidance() -> None:
+    pipeline = make(NegatingPipeline)
+    output = run(pipeline, num_outputs_per_prompt=2).output
+    for timestep, latents, take in steps(pipeline, (1, 4, 2, 3)):
+        if take is not None:
+            positive, negative = branches_at(0.5, latents, timestep, 12, 4)
+            take(-(positive + 3.0 * (positive - negative)))
+    assert set(output["payload"]) == {"image"}
+    assert output["payload"]["image"].shape == (2, 3, 2, 3)
+    torch.testing.assert_close(output["payload"]["image"][:1], latents[:, :3].tanh())
+    assert set(output["metadata"]) == {"generation"}
+    # A conditioning whose component runs first is kept for the next image.
+    assert pipeline.asked.count("condition denoiser") == 2
+    # Without guidance the negative prompt is not even encoded.
+    pipeline.asked.clear()
+    alone = run(pipeline, guidance_scale=1.0, output_type="latent").output["payload"]["image"]
+    assert pipeline.asked == ["encode a red circle", "condition denoiser"]
+    assert alone.shape == (1, 4, 2, 3)
+
+
+def test_branches_of_guidance(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotImplementedError, match="ThreeBranchesPipeline has 3 branches; combine_branches"):
+        run(make(ThreeBranchesPipeline))
+    monkeypatch.setattr(
+        ThreeBranchesPipeline, "combine_branches", lambda _, p, scale: p[0] + scale * (p[1] - 2 * p[2]), raising=False
+    )
+    pipeline = make(ThreeBranchesPipeline)
+    image = run(pipeline, output_type="latent").output["payload"]["image"]
+    for timestep, latents, take in steps(pipeline, (1, 4, 2, 3)):
+        if take is not None:
+            positive, negative, style = branches_at(0.5, latents, timestep, 12, 4, 15)
+            take(positive + 3.0 * (negative - 2 * style))
+    torch.testing.assert_close(image, latents)
+    # The second of two CFG ranks needs what belongs to the negative branch, and nothing else.
+    given: list[Any] = []
+    monkeypatch.setattr(denoising, "get_group", lambda axis: types.SimpleNamespace(size=2, rank=1))
+    pipeline.predict_noise_with_multi_branch_cfg = lambda guided, scale, arguments: (
+        given.append([arguments, scale]) or torch.zeros(1, 4, 2, 3)
+    )
+    pipeline.asked.clear()
+    run(pipeline, num_inference_steps=1)
+    [[arguments, scale]] = given
+    assert scale == 3.0
+    assert [branch.get("branch") for branch in arguments] == [None, "negative", None]
+    assert pipeline.asked.count("condition denoiser") == 1
+
+
+def test_a_prediction_of_two_tensors() -> None:
+    pair, single = make(PairPipeline), make(ToyPipeline)
+    images = [run(pipeline, output_type="latent").output["payload"]["image"] for pipeline in (pair, single)]
+    assert torch.equal(*images)
+    # Guidance is linear, so that the sums are guided as the tensors are.
+    expected = []
+    for timestep, latents, take in steps(pair, (1, 4, 2, 3)):
+        if take is not None:
+            positive, negative = branches_at(0.5, latents, timestep, 12, 4)
+            take(negative + 3.0 * (positive - negative))
+            expected.append(float((negative + 3.0 * (positive - negative)).sum()))
+    assert pair.sums == pytest.approx(expected, rel=1e-4)
+
+
+def test_initial_latents() -> None:
+    pipeline = make(ToyPipeline)
+    own = torch.randn(2, 4, 2, 3)
+    made = run(pipeline, latents=own, num_outputs_per_prompt=2, output_type="latent").output["payload"]["image"]
+    assert not torch.equal(made[0], made[1])
+    second = run(pipeline, latents=own[1:], output_type="latent").output["payload"]["image"]
+    assert torch.equal(made[1:], second)
+    with pytest.raises(ValueError, match=r"latents have shape \[2, 4, 2, 3\]; this request needs \[1, 4, 2, 3\]"):
+        run(pipeline, latents=own)
+    with pytest.raises(ValueError, match="neither seed nor generator nor latents"):
+        run(pipeline, seed=None)
+    generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+    request = {"num_outputs_per_prompt": 2, "output_type": "latent"}
+    drawn = run(pipeline, seed=None, generator=generators, **request).output["payload"]["image"]
+    assert torch.equal(drawn, run(pipeline, **request).output["payload"]["image"])
+
+
+def test_components_and_their_graphs() -> None:
+    class Compiling(ToyPipeline):
+        def extra_compiled(self) -> Iterator[tuple[str, Any, str, Any]]:
+            yield "denoiser.project", self, "project", "transformer"
+
+    torch._dynamo.reset()
+    pipeline = make(Compiling)
+    components = (pipeline._dit_modules, pipeline._encoder_modules, pipeline._vae_modules)
+    assert components == (["denoiser"], ["reader"], ["vae"])
+    eager = run(pipeline).output["payload"]["image"]
+    pipeline.asked.clear()
+    graphs: list[tuple[str, str]] = []
+
+    def backend(graph: Any, inputs: Any, options: Any) -> Any:
+        graphs.append((options["model_name"], options["compiler_args"][0]))
+        return graph.forward
+
+    pipeline.compile(backend=backend)
+    compiled = run(pipeline)
+    torch.testing.assert_close(compiled.output["payload"]["image"], eager)
+    assert "compilation" in compiled.output["metadata"]["generation"]
+    run(pipeline, seed=6)
+    assert sorted(name for name, _ in graphs) == ["denoiser", "denoiser.project", "reader", "vae"]
+    kinds = dict(graphs)
+    assert kinds["denoiser"] == kinds["denoiser.project"] != kinds["vae"]
