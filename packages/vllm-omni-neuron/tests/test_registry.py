@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_omni_neuron import discover_models, registry
+from vllm_omni_neuron import __version__, discover_models, registry
+from vllm_omni_neuron.sdk import SpecError, model_spec
 
 ENTRY = {"model_arch": "ToyOnePipeline", "class_name": "ToyOne"}
 
@@ -28,17 +32,27 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     modules: list[str] = []
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def make(distribution: str, module: str, source: str, *, entry: str | None = None, version: str = "1.2") -> None:
+    def make(
+        distribution: str,
+        module: str,
+        source: str,
+        *,
+        entry: str | None = None,
+        version: str = "1.2",
+        requirements: tuple[str, ...] = (),
+    ) -> None:
         modules.append(module)
         (tmp_path / f"{module}.py").write_text(source)
         info = tmp_path / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        requires = "".join(f"Requires-Dist: {line}\n" for line in requirements)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{requires}")
         (info / "entry_points.txt").write_text(f"[vllm_omni_neuron.models]\n{entry or module} = {module}\n")
 
     yield make
     for module in modules:
-        sys.modules.pop(module, None)
+        for part in ("", "_spec", "_pipeline"):
+            sys.modules.pop(module + part, None)
 
 
 def source_of(*entries: Any) -> str:
@@ -110,9 +124,158 @@ def test_vllm_plugins_that_drops_a_model_says_so(
     assert "acme-toy" in caplog.text
 
 
+def spec_source(module: str, sdk: int = 1, path: str | None = None) -> str:
+    return f"{source_of(ENTRY)}SDK = {sdk}\nMODEL_SPECS = {{'ToyOnePipeline': {path or module + '_spec:SPEC'!r}}}\n"
+
+
+def test_a_package_for_another_sdk_is_not_imported(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its metadata, before anything of it is imported."""
+    install("acme-toy", "acme_toy", source_of(ENTRY))
+    install(
+        "future-toy",
+        "future_toy",
+        "raise SystemExit('imported')\n",
+        requirements=("vllm-omni-neuron>=1,<2", "no-such-extra; extra == 'more'"),
+    )
+    assert by_distribution("acme-toy").status == "registered"
+    model = by_distribution("future-toy")
+    assert model.status == "failed"
+    assert model.reason == (
+        f"needs vllm-omni-neuron<2,>=1, and {__version__} is installed; "
+        "pip install --upgrade future-toy vllm-omni-neuron"
+    )
+    assert f"of future-toy 1.2 in group vllm_omni_neuron.models is left out: {model.reason}" in caplog.text
+
+
+def test_a_registry_for_another_sdk_says_so(install: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    install("future-toy", "future_toy", spec_source("future_toy", sdk=2))
+    model = by_distribution("future-toy")
+    assert model.status == "failed"
+    assert "future-toy 1.2" in model.reason
+    assert "its SDK is 2, and this vllm-omni-neuron has the model SDK 1" in model.reason
+    assert "pip install --upgrade future-toy vllm-omni-neuron" in model.reason
+    assert model.reason in caplog.text
+
+
+def test_a_requirement_that_is_not_met_is_named_and_the_model_stays(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name in the metadata is no proof that the module is missing: somebody may have it under another name."""
+    install(
+        "acme-toy", "acme_toy", source_of(ENTRY), requirements=("no-such-lib>=2", "typer<0.1", "pyyaml", "not a line")
+    )
+    model = by_distribution("acme-toy")
+    [problem] = model.problems
+    assert model.status == "registered"
+    for part in ("needs no-such-lib>=2, and it is not installed", "needs typer<0.1, and ", "is installed; "):
+        assert part in problem
+    assert problem.endswith("pip install 'no-such-lib>=2' 'typer<0.1'")
+    assert f"of acme-toy 1.2 in group vllm_omni_neuron.models: {problem}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("requirements", "source", "reason"),
+    [
+        (
+            ("no-such-lib",),
+            "import no_such_lib",
+            "ModuleNotFoundError: No module named 'no_such_lib': acme-toy needs no-such-lib, and it is not installed; "
+            "pip install 'no-such-lib'",
+        ),
+        (
+            (),
+            "import no_such_lib",
+            "ModuleNotFoundError: No module named 'no_such_lib': acme-toy does not require what provides no_such_lib; "
+            "pip install that",
+        ),
+        (
+            (),
+            "from vllm_omni_neuron.sdk import no_such_name",
+            f": it is not written for vllm-omni-neuron {__version__}; pip install --upgrade acme-toy vllm-omni-neuron",
+        ),
+        ((), "raise RuntimeError('no luck')", "RuntimeError: no luck"),
+    ],
+)
+def test_a_failing_import_is_named_with_its_fix_wherever_it_is(
+    install: Callable[..., None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    requirements: tuple[str, ...],
+    source: str,
+    reason: str,
+) -> None:
+    """In the registry, the spec and the pipeline; other packages are registered."""
+    install("good-toy", "good_toy", source_of({**ENTRY, "model_arch": "GoodPipeline"}))
+    install("acme-toy", "acme_toy", source, requirements=requirements)
+    model = by_distribution("acme-toy")
+    assert model.status == "failed"
+    assert model.reason.endswith(reason)
+    assert reason in caplog.text
+    assert by_distribution("good-toy").status == "registered"
+
+    (tmp_path / "acme_toy.py").write_text(spec_source("acme_toy"))
+    for name in ("acme_toy_spec", "acme_toy_pipeline"):
+        (tmp_path / f"{name}.py").write_text(source)
+    sys.modules.pop("acme_toy", None)
+    importlib.invalidate_caches()
+    model = replace(model, spec_path="acme_toy_spec:SPEC", module="acme_toy_pipeline", class_name="Acme")
+    with pytest.raises(SpecError, match=re.escape(reason)) as spec_error:
+        model.load_spec()
+    with pytest.raises(registry.ModelPackageError, match=re.escape(reason)) as pipeline_error:
+        model.import_pipeline()
+    assert "spec 'acme_toy_spec:SPEC' of acme-toy 1.2: " in str(spec_error.value)
+    assert "pipeline acme_toy_pipeline.Acme of acme-toy 1.2: " in str(pipeline_error.value)
+
+
+def test_the_engine_names_the_package_whose_pipeline_it_cannot_import(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_omni.diffusion import registry as stock
+
+    from vllm_omni_neuron.compat import apply_engine_patches
+
+    apply_engine_patches()
+    install("acme-toy", "acme_toy", source_of({**ENTRY, "module_name": "no_such_module"}))
+    config = SimpleNamespace(model_class_name="ToyOnePipeline")
+    with pytest.raises(registry.ModelPackageError, match=r"pipeline no_such_module.ToyOne of acme-toy 1.2: Module"):
+        stock._load_process_func(config, "f")
+
+
+def test_specs(install: Callable[..., None], tmp_path: Path) -> None:
+    """Found by architecture; one that is broken, of another architecture or missing is said by name."""
+    spec = (
+        "from dataclasses import replace\nfrom vllm_omni_neuron.sdk import FEATURES, ComponentSpec, ModelSpec\n"
+        "SPEC = ModelSpec('ToyOnePipeline', 'Toy', 'image', (ComponentSpec('transformer', 'transformer'),),\n"
+        "                 dict.fromkeys(FEATURES, 'a toy'))\n"
+        "OTHER = replace(SPEC, architecture='OtherPipeline')\n"
+    )
+    (tmp_path / "acme_toy_spec.py").write_text(spec)
+    install("acme-toy", "acme_toy", spec_source("acme_toy"))
+    found = model_spec("ToyOnePipeline")
+    assert (found.title, found.supports("lora"), found.why_not("lora")) == ("Toy", False, "a toy")
+    with pytest.raises(SpecError, match=r"offers 'NoPipeline'; offered are .*ToyOnePipeline"):
+        model_spec("NoPipeline")
+    model = by_distribution("acme-toy")
+    for path, message in {
+        "acme_toy_spec:OTHER": "spec 'acme_toy_spec:OTHER' of acme-toy 1.2 is of OtherPipeline, not of ToyOnePipeline",
+        "acme_toy_spec:ENTRY": "spec 'acme_toy_spec:ENTRY' of acme-toy 1.2: SpecError: .* it must be a ModelSpec",
+    }.items():
+        with pytest.raises(SpecError, match=message):
+            replace(model, spec_path=path).load_spec()
+    assert replace(model, spec_path="").load_spec() is None
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        (spec_source("x", path="nowhere"), r"MODEL_SPECS\['ToyOnePipeline'\] is 'nowhere'; write 'module:NAME'"),
+        (
+            source_of(ENTRY) + "SDK = 1\nMODEL_SPECS = {'Two': 'a:B'}\n",
+            "MODEL_SPECS names 'Two'; PIPELINE",
+        ),
+        (source_of(ENTRY) + "MODEL_SPECS = {'ToyOnePipeline': 'a:B'}\n", "its SDK is None"),
         ("PIPELINE_REGISTRY = {}\n", "must be a list of dicts; found a dict"),
         ("", "must be a list of dicts; found a module"),
         (source_of("ToyOnePipeline"), r"PIPELINE_REGISTRY\[0\] is a str"),

@@ -8,6 +8,8 @@ Replaced in the engine's process, by `apply_engine_patches` (called from `regist
   Goes when the platform interface names an executor class.
 - `InlineStageDiffusionClient.get_diffusion_output_nowait` adds the executor's reason to its "engine is dead", which can
   overtake the failed request's own error. Goes when the client asks the executor for a reason.
+- `registry._load_process_func`, which imports the pipeline's module in the engine's process: an error of that import
+  names the distribution and the fix. Goes when vLLM-Omni says whose model it cannot import.
 
 Replaced in each worker, by `apply_worker_patches` (called when `vllm_omni_neuron.worker` is imported):
 
@@ -93,13 +95,15 @@ def _function_of(attribute: Any) -> Any:
 
 
 def apply_engine_patches() -> None:
-    """Make the engine choose our executor and repeat its reason of failure."""
+    """Make the engine choose our executor, repeat its reason of failure and say whose model cannot be imported."""
     from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm_omni.diffusion import registry
     from vllm_omni.diffusion.executor.abstract import DiffusionExecutor
     from vllm_omni.diffusion.inline_stage_diffusion_client import InlineStageDiffusionClient
 
     get_class = DiffusionExecutor.get_class
     get_output = InlineStageDiffusionClient.get_diffusion_output_nowait
+    load_process_func = registry._load_process_func
 
     @functools.wraps(get_class)
     def get_neuron_class(od_config: Any) -> type:
@@ -118,6 +122,16 @@ def apply_engine_patches() -> None:
                 raise
             raise _dead_engine(f"stage {self.stage_id}'s diffusion engine is dead: {reason}") from error
 
+    @functools.wraps(load_process_func)
+    def load_process_func_of_package(od_config: Any, func_name: str) -> Any:
+        from vllm_omni_neuron.registry import registered_model
+
+        model = registered_model(od_config.model_class_name)
+        if model is not None:
+            model.import_pipeline()
+        return load_process_func(od_config, func_name)
+
+    _replace(registry, "_load_process_func", load_process_func_of_package)
     _replace(DiffusionExecutor, "get_class", staticmethod(get_neuron_class))
     _replace(InlineStageDiffusionClient, "get_diffusion_output_nowait", get_output_or_reason)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing.connection
 import os
@@ -177,7 +178,7 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
         try:
-            with preflight.worker_environment(world):
+            with preflight.worker_environment(world), preflight.model_environment(od_config):
                 for rank in range(world):
                     reader, writer = context.Pipe(duplex=False)
                     arguments = (
@@ -312,11 +313,24 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
 
 
 class NeuronUniProcExecutor(UniProcDiffusionExecutor):
-    """The one rank in the engine's own process, after the check of the configuration against the machine."""
+    """The one rank in the engine's own process, after the check of the configuration against the machine.
+
+    The model's environment is that of the process while the engine lives.
+    """
+
+    _environment = contextlib.ExitStack()  # what `shutdown` undoes
 
     def _init_executor(self) -> None:
         preflight.check_world_size(self.od_config)
-        super()._init_executor()
+        with contextlib.ExitStack() as started:
+            started.enter_context(preflight.model_environment(self.od_config))
+            super()._init_executor()
+            self._environment = started.pop_all()
+
+    def shutdown(self) -> None:
+        """As vLLM-Omni's; the process's environment is as before."""
+        super().shutdown()
+        self._environment.close()
 
 
 def wait_until_ready(processes: Sequence[BaseProcess], pipes: Sequence[Connection], timeout_s: float) -> list[Any]:

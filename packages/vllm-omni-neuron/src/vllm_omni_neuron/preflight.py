@@ -6,10 +6,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import omni_neuron_runtime as runtime
-from vllm_omni_neuron import shared_memory
+from vllm_omni_neuron import environment, shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -76,3 +77,28 @@ def worker_environment(world: int) -> contextlib.AbstractContextManager[None]:
     if runtime.env.is_set("OMP_NUM_THREADS"):
         return contextlib.nullcontext()
     return runtime.openmp_threads(threads_per_worker(world))
+
+
+@contextlib.contextmanager
+def model_environment(od_config: Any) -> Iterator[None]:
+    """Processes started meanwhile have the variables of the model's profile; what the user has set stays, and is said.
+
+    Raises:
+        SpecError: the model's spec cannot be had.
+        ProfileError: its profile is not valid.
+    """
+    profile = environment.profile_of(od_config.model_class_name)
+    for conflict in profile.conflicts:
+        logger.info("environment of %s: %s", od_config.model_class_name, conflict)
+    with runtime.environment_defaults(profile.variables) as kept:
+        for name, value in kept.items():
+            if value != profile.variables[name]:
+                logger.warning(
+                    "%s=%r is set and stays; the profile of %s (%s) has %r",
+                    name,
+                    value,
+                    od_config.model_class_name,
+                    profile.sources[name],
+                    profile.variables[name],
+                )
+        yield

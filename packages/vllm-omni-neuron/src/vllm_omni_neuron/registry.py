@@ -4,6 +4,9 @@
 An entry point names a module or an object with a `PIPELINE_REGISTRY`: a list of dicts with the keys below. Reading it
 imports that module, not the pipelines' own modules, which vLLM-Omni imports when a pipeline is asked for.
 
+A distribution whose metadata requires another version of the SDK is not imported. What else it requires and is not
+installed is named, and its models stay registered: they may work without.
+
 Beside it `MODEL_SPECS` gives each architecture's `ModelSpec` as "module:NAME", imported when it is asked for, and `SDK`
 the major version of the SDK that the package is written for. A package with neither is used, but not planned for.
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import logging
 import types
 from collections.abc import Iterator
@@ -22,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import omni_neuron_runtime as runtime
+from vllm_omni_neuron.requirements import Unmet, how_to_meet, unmet_requirements, why_import_failed
 from vllm_omni_neuron.sdk import SDK_VERSION, ModelSpec, SpecError, load_spec
 
 GROUP = "vllm_omni_neuron.models"
@@ -33,6 +38,10 @@ OUTPUT_TYPES = ("image", "video", "audio")
 logger = logging.getLogger(__name__)
 
 Status = Literal["registered", "shadowed", "failed", "filtered"]
+
+
+class ModelPackageError(ImportError):
+    """A model package cannot be used; the message names distribution, version, cause and, where known, the fix."""
 
 
 class MalformedEntryError(ValueError):
@@ -55,6 +64,7 @@ class RegisteredModel:
         hooks: the remaining keywords of vLLM-Omni's `register_diffusion_model`.
         final_output_type: what the model makes, "video" for vLLM-Omni's video endpoints; "" leaves it to vLLM-Omni.
         spec_path: "module:NAME" of its `ModelSpec`; "" where the package declares none.
+        problems: what may keep it from working although it is registered: requirements that are not met.
     """
 
     architecture: str
@@ -68,6 +78,7 @@ class RegisteredModel:
     hooks: tuple[tuple[str, str], ...] = ()
     final_output_type: str = ""
     spec_path: str = ""
+    problems: tuple[str, ...] = ()
 
     def load_spec(self) -> ModelSpec | None:
         """What the package says of the model; None where it says nothing. Imports the spec's module.
@@ -82,23 +93,43 @@ class RegisteredModel:
             spec = load_spec(self.spec_path)
         # Whatever a foreign module raises while it is imported, the others must still work; SystemExit included.
         except (Exception, SystemExit) as error:
-            raise SpecError(f"{where}: {type(error).__name__}: {error}") from error
+            raise SpecError(f"{where}: {why_import_failed(self.distribution, error)}") from error
         if spec.architecture != self.architecture:
             raise SpecError(f"{where} is of {spec.architecture}, not of {self.architecture}")
         return spec
 
+    def import_pipeline(self) -> type:
+        """The pipeline class, its module imported.
+
+        Raises:
+            ModelPackageError: it cannot be; the message names distribution, version, cause and, where known, the fix.
+        """
+        where = f"pipeline {self.module}.{self.class_name} of {self.distribution} {self.version}"
+        try:
+            pipeline = getattr(importlib.import_module(self.module), self.class_name, None)
+        except (Exception, SystemExit) as error:  # as in load_spec
+            raise ModelPackageError(f"{where}: {why_import_failed(self.distribution, error)}") from error
+        if not isinstance(pipeline, type):
+            raise ModelPackageError(f"{where}: {self.module} has no such class")
+        return pipeline
+
+
+def registered_model(architecture: str) -> RegisteredModel | None:
+    """The model that is used for `architecture`; None where no package offers one that can be."""
+    models = [model for model in discover_models() if model.status == "registered"]
+    return next((model for model in models if model.architecture == architecture), None)
+
 
 def spec_of(architecture: str) -> ModelSpec:
     """See `vllm_omni_neuron.sdk.model_spec`."""
-    models = [model for model in discover_models() if model.status == "registered"]
-    for model in models:
-        if model.architecture == architecture:
-            spec = model.load_spec()
-            if spec is None:
-                raise SpecError(f"{model.distribution} {model.version} declares no MODEL_SPECS for {architecture}")
-            return spec
-    known = ", ".join(sorted(model.architecture for model in models)) or "none"
-    raise SpecError(f"no installed model package offers {architecture!r}; offered are: {known}")
+    model = registered_model(architecture)
+    if model is None:
+        known = sorted(model.architecture for model in discover_models() if model.status == "registered")
+        raise SpecError(f"no installed model package offers {architecture!r}; offered are {', '.join(known) or 'none'}")
+    spec = model.load_spec()
+    if spec is None:
+        raise SpecError(f"{model.distribution} {model.version} declares no MODEL_SPECS for {architecture}")
+    return spec
 
 
 def discover_models() -> list[RegisteredModel]:
@@ -151,8 +182,20 @@ def declare_output_types() -> None:
     from vllm_omni_neuron.compat import set_final_output_type
 
     for model in discover_models():
-        if model.status == "registered" and model.final_output_type:
-            set_final_output_type(model.architecture, model.final_output_type)
+        if model.status != "registered":
+            continue
+        output = model.final_output_type or _output_of_spec(model)
+        if output:
+            set_final_output_type(model.architecture, output)
+
+
+def _output_of_spec(model: RegisteredModel) -> str:
+    try:
+        spec = model.load_spec()
+    except SpecError as error:
+        _warn_once(str(error))
+        return ""
+    return "" if spec is None else spec.output
 
 
 def _claims_of(provider: runtime.Provider) -> Iterator[RegisteredModel]:
@@ -161,20 +204,40 @@ def _claims_of(provider: runtime.Provider) -> Iterator[RegisteredModel]:
     if provider.status in ("filtered", "shadowed"):
         yield whole(status=provider.status, reason=provider.reason)
         return
+    unmet = unmet_requirements(provider.distribution)
+    of_sdk = [one for one in unmet if one.of_sdk]
+    if of_sdk:
+        reason = _requirements_text(provider.distribution, of_sdk)
+        _warn_once(f"{provider} is left out: {reason}")
+        yield whole(status="failed", reason=reason)
+        return
     try:
         registry = provider.load()
-    except runtime.ProviderError:
-        yield whole(status="failed", reason=provider.reason)  # the provider has said it in a warning
+    except runtime.ProviderError as error:
+        assert error.__cause__ is not None
+        reason = why_import_failed(provider.distribution, error.__cause__)
+        if reason != provider.reason:  # which the provider has said in a warning
+            _warn_once(f"{provider} is left out: {reason}")
+        yield whole(status="failed", reason=reason)
         return
     try:
         models = [
             _read_entry(provider, registry, index, entry) for index, entry in enumerate(_entries(provider, registry))
         ]
         specs = _spec_paths(provider, registry, [model.architecture for model in models])
-        yield from [replace(model, spec_path=specs.get(model.architecture, "")) for model in models]
     except MalformedEntryError as error:
         _warn_once(f"{error}; the whole entry point is left out")
         yield whole(status="failed", reason=str(error))
+        return
+    problems = (_requirements_text(provider.distribution, unmet),) if unmet else ()
+    for problem in problems:
+        _warn_once(f"{provider}: {problem}")
+    for model in models:
+        yield replace(model, spec_path=specs.get(model.architecture, ""), problems=problems)
+
+
+def _requirements_text(distribution: str, unmet: list[Unmet]) -> str:
+    return f"{'; '.join(map(str, unmet))}; {how_to_meet(distribution, unmet)}"
 
 
 def _entries(provider: runtime.Provider, registry: Any) -> list[Any]:
@@ -202,7 +265,8 @@ def _spec_paths(provider: runtime.Provider, registry: Any, architectures: list[s
     sdk = getattr(registry, "SDK", None)
     if sdk != SDK_VERSION[0]:
         raise MalformedEntryError(
-            f"{provider}: its SDK is {sdk!r}, and this vllm-omni-neuron has the model SDK {SDK_VERSION[0]}"
+            f"{provider}: its SDK is {sdk!r}, and this vllm-omni-neuron has the model SDK {SDK_VERSION[0]}; "
+            f"pip install --upgrade {provider.distribution} vllm-omni-neuron"
         )
     return dict(specs)
 

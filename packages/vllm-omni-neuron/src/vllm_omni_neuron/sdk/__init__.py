@@ -53,6 +53,14 @@ if TYPE_CHECKING:
         post_process_func,
         pre_process_func,
     )
+    from vllm_omni_neuron.sdk.profiles import (
+        BASE_PROFILE,
+        Conflict,
+        EnvironmentProfile,
+        MergedProfile,
+        ProfileError,
+        merge_profiles,
+    )
     from vllm_omni_neuron.sdk.request import (
         GenerationRequest,
         ImageUse,
@@ -92,6 +100,15 @@ if TYPE_CHECKING:
         perturb_constants,
         save_components,
         write_model_index,
+    )
+    from vllm_omni_neuron.sdk.unsharded import (
+        load_transformers,
+        on_output_rank,
+    )
+    from vllm_omni_neuron.sdk.vae import (
+        DiffusersVae,
+        VaeTiling,
+        load_diffusers_vae,
     )
 
 _HOMES = {
@@ -151,6 +168,14 @@ _HOMES = {
         "media_of",
         "resolve_request",
     ],
+    "profiles": [
+        "BASE_PROFILE",
+        "Conflict",
+        "EnvironmentProfile",
+        "MergedProfile",
+        "ProfileError",
+        "merge_profiles",
+    ],
     "spec": [
         "FEATURES",
         "SDK_VERSION",
@@ -178,30 +203,45 @@ _HOMES = {
         "save_components",
         "write_model_index",
     ],
+    "unsharded": [
+        "load_transformers",
+        "on_output_rank",
+    ],
+    "vae": [
+        "DiffusersVae",
+        "VaeTiling",
+        "load_diffusers_vae",
+    ],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BASE_PROFILE",
     "FEATURES",
     "SDK_VERSION",
     "SPEC_AXES",
     "ClientRequestError",
     "ComponentKind",
     "ComponentSpec",
+    "Conflict",
     "Coverage",
     "DiffusersCheckpoint",
+    "DiffusersVae",
     "Dtype",
     "EngineHooks",
+    "EnvironmentProfile",
     "Feature",
     "GenerationRequest",
     "ImageUse",
     "Mapping",
+    "MergedProfile",
     "ModelConfig",
     "ModelConfigError",
     "ModelSpec",
     "NeuronDiffusionPipeline",
     "Output",
     "Prediction",
+    "ProfileError",
     "RequestError",
     "RequestRules",
     "Setting",
@@ -209,6 +249,7 @@ __all__ = [
     "SpecError",
     "StageClock",
     "Trajectory",
+    "VaeTiling",
     "ascii_tokenizer",
     "check_choice",
     "check_engine_config",
@@ -219,13 +260,17 @@ __all__ = [
     "check_tensors",
     "fit_images",
     "image_report",
+    "load_diffusers_vae",
     "load_images",
     "load_spec",
     "load_tensors",
+    "load_transformers",
     "make_on_meta",
     "mapping_coverage",
     "media_of",
+    "merge_profiles",
     "model_spec",
+    "on_output_rank",
     "perturb_constants",
     "pixels",
     "post_process_func",
