@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that a model package subclasses, with the tests that say whether its model is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from omni_neuron_testkit.pass_rule import FLOAT32_ALLOWANCE, compare_three_way
+
+from . import coverage, engine, ranks, refusals
+from .case import STANDARD_LAYOUTS, KitRequest, Layout, Published, ReferenceRun, supported
+from .kit import ONE, Kit, first_run, load
+
+NOT_SUPPORTED = "not supported: "
+Latents = torch.Tensor | ReferenceRun
+
+
+class ModelConformance:
+    """The conformance kit for one model: subclass it in a test file, as `class TestMyModel(ModelConformance)`.
+
+    `spec`, `pipeline`, `checkpoint` and `reference` must be given, `published` too unless it is in `not_supported`. A
+    test that can neither run nor is declared as not supported fails. Every figure and reason is in the report
+    (`pytest --conformance-report FOLDER`).
+
+    Attributes:
+        spec: the `ModelSpec`, or "module:NAME" of it.
+        pipeline: the pipeline class, or "module:Class"; a module that a spawned process can import.
+        request: small, with a few late steps; the defaults suit an image model with strides of 32 pixels or less.
+        layouts: what is compared with one rank; None for `STANDARD_LAYOUTS`, as far as the spec has their axes.
+        engine: further settings of vLLM-Omni's engine, such as {"flow_shift": 5.0}.
+        not_supported: reasons by the name of a test ("memory_plan"), of one with its case ("layout[tp2-sp]"), or of an
+            axis of the spec ("cp").
+        allowance: relative L2 error that float32 arithmetic in another order may have, of final latents and frames.
+        vae_request: of a size that gives the VAE several tiles; None for the request with a width of 320.
+        other_size: sizes of a second request, for graphs; None for the request with a double width.
+        graphs: graphs of the first request and of one of `other_size`; None checks only that the second one needs no
+            more than the first.
+        real_size: height, width and frames of the published model's usual output.
+        published_name: which of `spec.plans` is that model; "" for the only one.
+        tp_sizes: tensor-parallel sizes of the published model whose shards are checked.
+    """
+
+    spec: ClassVar[Any]
+    pipeline: ClassVar[Any]
+    request: ClassVar[KitRequest] = KitRequest()
+    layouts: ClassVar[Sequence[Layout] | None] = None
+    engine: ClassVar[Mapping[str, Any]] = {}
+    not_supported: ClassVar[Mapping[str, str]] = {}
+    allowance: ClassVar[float] = FLOAT32_ALLOWANCE
+    vae_request: ClassVar[KitRequest | None] = None
+    other_size: ClassVar[Mapping[str, int] | None] = None
+    graphs: ClassVar[tuple[int, int] | None] = None
+    real_size: ClassVar[tuple[int, int, int]] = (480, 832, 81)
+    published_name: ClassVar[str] = ""
+    tp_sizes: ClassVar[Sequence[int]] = (1, 2)
+
+    @staticmethod
+    def checkpoint(folder: Path) -> Path:
+        """Write the tiny checkpoint, in diffusers' layout with random weights; returns its folder."""
+        raise NotImplementedError("the suite needs `checkpoint(folder)`, which writes a tiny checkpoint")
+
+    @staticmethod
+    def reference(folder: Path, request: KitRequest, dtype: torch.dtype) -> Latents:
+        """The final latents of `request` by other code, from the same checkpoint; see `diffusers_reference`.
+
+        Args:
+            folder: of the checkpoint.
+            request: the suite's own.
+            dtype: float32, or bfloat16 for the three-way comparison.
+        """
+        raise NotImplementedError("the suite needs `reference(folder, request, dtype)`, which returns final latents")
+
+    @staticmethod
+    def published() -> Mapping[str, Published]:
+        """The published model's components by name, on the meta device, for the parallel groups in force."""
+        raise NotImplementedError("the suite needs `published()`, or a reason in not_supported['loader_coverage']")
+
+    # What pytest needs.
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def _shared_kit(cls, tmp_path_factory: pytest.TempPathFactory) -> Kit:
+        return Kit(cls, tmp_path_factory.mktemp("conformance"))
+
+    @pytest.fixture
+    def kit(self, _shared_kit: Kit, request: pytest.FixtureRequest) -> Kit:
+        """What the tests share; a test that is declared as not supported ends here, with the reason."""
+        _shared_kit.figures = {}
+        name = request.node.name.removeprefix("test_")
+        for declared in (name, name.partition("[")[0]):
+            if declared in self.not_supported:
+                pytest.skip(NOT_SUPPORTED + self.not_supported[declared])
+        return _shared_kit
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """A test for every layout, and for every dtype that is none of the reference's."""
+        if "layout" in metafunc.fixturenames:
+            layouts = STANDARD_LAYOUTS if self.layouts is None else self.layouts
+            metafunc.parametrize("layout", layouts, ids=str)
+
+    # The tests, those that need no process first.
+
+    def test_spec(self, kit: Kit) -> None:
+        """The spec loads, its pipeline declares it, and no test of the kit is replaced or taken away."""
+        spec, pipeline = kit.spec, load(self.pipeline)
+        assert pipeline.spec is spec or pipeline.spec == spec, (
+            f"{pipeline.__name__}.spec is another one than {spec.title}'s"
+        )
+        for name in dir(ModelConformance):
+            if name.startswith("test_"):
+                own = getattr(type(self), name) is getattr(ModelConformance, name)
+                assert own, f"{name} is replaced; declare what is not supported in not_supported, with the reason"
+        known = {*names_of_tests(), *("tp", "sp", "cp", "cfg", "vae_patch", "bfloat16")}
+        unknown = [name for name in self.not_supported if name.partition("[")[0] not in known]
+        assert not unknown, f"not_supported names {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        empty = [name for name, reason in self.not_supported.items() if not reason.strip()]
+        assert not empty, f"not_supported gives no reason for {', '.join(empty)}"
+
+    def test_loader_coverage(self, kit: Kit) -> None:
+        """Of the published model every checkpoint key is used or declared unused, and every parameter is filled."""
+        found = coverage.problems(self.published, kit.spec, self.tp_sizes)
+        kit.figures["parameters"] = coverage.count_parameters(self.published())
+        assert not found, "\n".join(found)
+
+    def test_memory_plan(self, kit: Kit) -> None:
+        """`spec.plans` knows the published model's weights, and some layout of it fits a trn2's memory."""
+        kit.figures |= coverage.check_plan(kit.spec, self.published_name, self.real_size, self.published)
+
+    def test_bad_input(self, kit: Kit) -> None:
+        """Settings and requests that cannot be served are refused by name, before a worker starts; nothing hangs."""
+        cases = refusals.cases(kit)
+        [found] = kit.on_ranks(ONE, ranks.refusals, [(case.target, case.request) for case in cases])
+        kit.figures["cases"] = len(cases)
+        wrong = [case.problem(*answer) for case, answer in zip(cases, found, strict=True)]
+        assert not any(wrong), "\n".join(filter(None, wrong))
+
+    def test_sizes(self, kit: Kit) -> None:
+        """Sizes that are no multiple of the strides come out as announced, or are refused."""
+        cases = refusals.odd_sizes(kit)
+        outputs = kit.on_ranks(ONE, refusals.run_odd_sizes, kit.target(), cases)[0]
+        wrong = [text for text in outputs if text]
+        kit.figures["sizes"] = len(cases)
+        assert not wrong, "\n".join(wrong)
+
+    def test_parity_float32(self, kit: Kit) -> None:
+        """Final latents, and those after every step that the reference records, are the reference's."""
+        reference, ours = kit.reference("float32"), first_run(kit.denoised())
+        if reference.steps:
+            kit.measure_steps("largest step error", reference.steps, ours.step_latents, self.allowance)
+        kit.measure(
+            "error", compare_three_way(reference.latents, None, ours.latents, "latents", allowance=self.allowance)
+        )
+
+    def test_parity_bfloat16(self, kit: Kit) -> None:
+        """In bfloat16 our error is of the size of the reference's own."""
+        _need(self, "bfloat16", "bfloat16" in kit.spec.dtypes, "the spec has no bfloat16")
+        float32, low = kit.reference("float32"), kit.reference("bfloat16")
+        ours = first_run(kit.denoised(dtype="bfloat16"))
+        comparison = compare_three_way(float32.latents, low.latents, ours.latents, "latents", allowance=self.allowance)
+        if comparison.low_precision is not None:
+            kit.figures["reference's error"] = comparison.low_precision.l2
+        kit.measure("error", comparison)
+
+    def test_layout(self, kit: Kit, layout: Layout) -> None:
+        """The latents of several ranks are those of one, after every step."""
+        _need_layout(self, kit, layout)
+        alone, ours = first_run(kit.denoised()), first_run(kit.denoised(layout))
+        kit.measure_steps("largest step error", alone.step_latents, ours.step_latents, self.allowance)
+        kit.measure("error", compare_three_way(alone.latents, None, ours.latents, "latents", allowance=self.allowance))
+
+    def test_rank_agreement(self, kit: Kit) -> None:
+        """All ranks of a layout hold the same bits: the noise, the latents after every step, the final ones."""
+        layouts = _multi_rank_layouts(self, kit)
+        for layout in layouts:
+            runs = [rank.runs[0] for rank in kit.denoised(layout)]
+            for rank, run in enumerate(runs):
+                for what, theirs, own in (
+                    ("the initial noise", runs[0].noise, run.noise),
+                    *(
+                        (f"step {n}", [a], [b])
+                        for n, (a, b) in enumerate(zip(runs[0].steps, run.steps, strict=True), 1)
+                    ),
+                    ("the final latents", runs[0].final, run.final),
+                ):
+                    assert own == theirs, f"{layout}: {what} of rank {rank} are not rank 0's"
+        kit.figures["layouts"] = len(layouts)
+
+    def test_seeds(self, kit: Kit) -> None:
+        """A seed is a noise whatever the layout, two seeds are two noises, and output k has the seed's plus k."""
+        short = kit.request.changed(num_inference_steps=2)
+        other, both = short.changed(seed=short.seed + 1), short.changed(num_outputs_per_prompt=2)
+        [alone] = kit.on_ranks(ONE, ranks.run_requests, kit.target(), [short, short, other, both])
+        first, again, second, two = alone.runs
+        assert again.final == first.final, "one seed gave two results"
+        assert second.noise != first.noise, f"the seeds {short.seed} and {other.seed} gave one noise"
+        assert two.noise == [*first.noise, *second.noise], "output k of a request has not the noise of the seed plus k"
+        assert two.final == [*first.final, *second.final], "an output depends on the others of its request"
+        for layout in _multi_rank_layouts(self, kit):
+            for rank, run in enumerate(kit.denoised(layout)):
+                same = run.runs[0].noise == first.noise
+                assert same, f"{layout}: the noise of rank {rank} is another than one rank's, of the same seed"
+
+    def test_vae_patch(self, kit: Kit) -> None:
+        """Ranks that share the VAE's tiles make what one rank makes of all tiles, and each of them decodes some."""
+        layout = next((one for one in _multi_rank_layouts(self, kit) if one.world_size == 2), None)
+        assert layout is not None, "no layout of two ranks, which could share the VAE's tiles"
+        shared = Layout(tp=layout.tp, cp=layout.cp, cfg=layout.cfg, vae_patch=2)
+        _need_layout(self, kit, shared)
+        request = self.vae_request or kit.request.changed(width=320)
+        tiled = {"vae_use_tiling": True}
+        [(alone, _)] = kit.on_ranks(ONE, ranks.decode_noise, kit.target(**tiled), request)
+        results = kit.on_ranks(shared, ranks.decode_noise, kit.target(shared, **tiled), request)
+        idle = [rank for rank, (_, calls) in enumerate(results) if not calls]
+        assert not idle, f"ranks {idle} decoded no tile of {request.height}×{request.width} pixels"
+        assert [rank for rank, (frames, _) in enumerate(results) if frames is not None] == [0]
+        kit.measure("error", compare_three_way(alone, None, results[0][0], "the output", allowance=self.allowance))
+
+    def test_replica_groups(self, kit: Kit) -> None:
+        """The groups of every collective, compiled or not, are part of a partition of the whole world."""
+        names = 0
+        for layout in _multi_rank_layouts(self, kit):
+            for rank, run in enumerate(kit.denoised(layout)):
+                wrong = {name: problem for name, problem in run.groups.items() if problem}
+                assert not wrong, f"{layout}, rank {rank}: " + "; ".join(wrong.values())
+                names += len(run.groups)
+        kit.figures["groups"] = names
+
+    def test_graphs(self, kit: Kit) -> None:
+        """What is compiled is one full graph each, of operations that Neuron has, and computes what eager code does."""
+        _need(self, "compile", kit.spec.supports("compile"), kit.spec.why_not("compile"))
+        [compiled] = kit.once("compiled", lambda: _compile(kit))
+        first, eager = compiled.runs[0], kit.once("eager", lambda: _eager(kit))
+        kit.figures["graphs"] = first.graphs
+        assert first.graphs, "the pipeline's `compile` compiled nothing that a request calls"
+        kit.measure("error", compare_three_way(eager, None, first.latents, "latents", allowance=self.allowance))
+        widest = max(_multi_rank_layouts(self, kit), key=lambda one: one.world_size, default=None)
+        if widest is not None:
+            target, request = kit.target(widest), kit.request.changed(num_inference_steps=1)
+            # On paper: one rank traces what all of them run, groups included.
+            kit.on_ranks(widest, ranks.trace, target, request, paper=True)
+
+    def test_recompilation(self, kit: Kit) -> None:
+        """A second request compiles nothing, whatever its text, seed, steps, guidance; another size its graphs."""
+        _need(self, "compile", kit.spec.supports("compile"), kit.spec.why_not("compile"))
+        [compiled] = kit.once("compiled", lambda: _compile(kit))
+        first, second, unguided, resized, back = (run.graphs for run in compiled.runs)
+        kit.figures |= {"graphs": first, "graphs of another size": resized}
+        assert second == 0, f"a second request of the same size compiled {second} graphs"
+        assert unguided == 0, f"a request without guidance compiled {unguided} graphs"
+        assert 0 < resized <= first, f"a request of another size compiled {resized} graphs, the first one {first}"
+        assert back == 0, f"a return to the first size compiled {back} graphs"
+        if self.graphs is not None:
+            assert (first, resized) == tuple(self.graphs), f"{first} and {resized} graphs; expected are {self.graphs}"
+
+    def test_discovery(self, kit: Kit) -> None:
+        """The installed package is found by its entry point, and an engine with spawned workers runs the model."""
+        layout = next(iter(_multi_rank_layouts(self, kit)), ONE)
+        found = kit.once("engine", lambda: engine.run(kit, layout))
+        kit.figures |= {"distribution": found.distribution, "layout": str(layout)}
+        assert found.status == "registered", f"{kit.spec.architecture} is {found.status or 'not found'}: {found.reason}"
+        assert found.class_name == load(self.pipeline).__name__, f"the entry point names {found.class_name}"
+        alone = first_run(kit.denoised(layout)).latents
+        kit.measure("error", compare_three_way(alone, None, found.latents, "latents", allowance=self.allowance))
+        assert found.output_problem == "", found.output_problem
+
+    def test_isolation(self, kit: Kit) -> None:
+        """A broken package beside this one is named, and changes nothing for it."""
+        layout = next(iter(_multi_rank_layouts(self, kit)), ONE)
+        found = kit.once("engine", lambda: engine.run(kit, layout))
+        assert found.broken_status == "failed", f"the broken package beside this one is {found.broken_status!r}"
+        assert engine.BROKEN_REASON in found.broken_reason, found.broken_reason
+        assert found.status == "registered" and found.latents is not None
+
+
+def names_of_tests() -> list[str]:
+    """The kit's tests without `test_`, in the order in which they run."""
+    return [name.removeprefix("test_") for name in vars(ModelConformance) if name.startswith("test_")]
+
+
+def _need(suite: ModelConformance, name: str, has: bool, reason: str) -> None:
+    """Skip the test where the spec declares that it lacks something; fail where it gives no reason."""
+    if has:
+        return
+    reason = suite.not_supported.get(name) or reason
+    assert reason, f"the spec lacks {name} and neither it nor not_supported says why"
+    pytest.skip(NOT_SUPPORTED + reason)
+
+
+def _need_layout(suite: ModelConformance, kit: Kit, layout: Layout) -> None:
+    if supported(layout, kit.spec):
+        return
+    lacking = [axis for axis in layout.axes if not supported(_only(axis), kit.spec)] or list(layout.axes)
+    reasons = [suite.not_supported[axis] for axis in lacking if axis in suite.not_supported]
+    assert len(reasons) == len(lacking), (
+        f"{layout} needs {', '.join(lacking)}, which the spec's axes have not or not as large; say why in "
+        f"not_supported[{lacking[0]!r}]"
+    )
+    pytest.skip(NOT_SUPPORTED + "; ".join(reasons))
+
+
+def _only(axis: str) -> Layout:
+    return {
+        "tp": Layout(tp=2),
+        "sp": Layout(tp=2, sequence_parallel=True),
+        "cp": Layout(cp=2),
+        "cfg": Layout(cfg=2),
+        "vae_patch": Layout(cp=2, vae_patch=2),
+    }[axis]
+
+
+def _multi_rank_layouts(suite: ModelConformance, kit: Kit) -> list[Layout]:
+    """The suite's layouts that the spec allows and that are not declared as not supported."""
+    return [
+        layout
+        for layout in (STANDARD_LAYOUTS if suite.layouts is None else suite.layouts)
+        if supported(layout, kit.spec) and not {"layout", f"layout[{layout}]"} & set(suite.not_supported)
+    ]
+
+
+def _compile(kit: Kit) -> Any:
+    short = kit.request.changed(num_inference_steps=2)
+    second = short.changed(seed=short.seed + 1, prompt=f"{short.prompt} Again.", num_inference_steps=3)
+    size = kit.suite.other_size or {"width": 2 * short.width}
+    requests = [short, second, short.changed(guidance_scale=1.0), short.changed(**size), short]
+    return kit.on_ranks(ONE, ranks.run_requests, kit.target(), requests, "neuron_check")
+
+
+def _eager(kit: Kit) -> torch.Tensor:
+    [alone] = kit.on_ranks(ONE, ranks.run_requests, kit.target(), [kit.request.changed(num_inference_steps=2)])
+    assert alone.runs[0].latents is not None
+    return alone.runs[0].latents
