@@ -25,8 +25,8 @@ from omni_neuron_wan22 import (
     load_transformer,
     make_tiny_checkpoint,
 )
-from omni_neuron_wan22.engine_config import check_engine_config
-from omni_neuron_wan22.pipeline import get_neuron_wan22_pre_process_func
+from omni_neuron_wan22.pipeline import NeuronWanPipeline, get_neuron_wan22_pre_process_func
+from vllm_omni_neuron.sdk import check_engine_config
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_good_checkpoint_passes(checkpoint: WanCheckpoint) -> None:
 @pytest.mark.parametrize("component", ["vae", "text_encoder", "tokenizer", "transformer", "transformer_2"])
 def test_missing_component(checkpoint: WanCheckpoint, component: str) -> None:
     shutil.rmtree(checkpoint.path / component)
-    with pytest.raises(WanConfigError, match=rf"no folder {component}; a Wan2.2 checkpoint has transformer, "):
+    with pytest.raises(WanConfigError, match=rf"no folder {component}; a checkpoint of this model has transformer, "):
         checkpoint.check()
 
 
@@ -173,7 +173,9 @@ WIDTH = "spatial_shard_width"
 )
 def test_engine_settings_that_this_version_lacks(plain: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(WanConfigError, match=message):
-        check_engine_config(OmniDiffusionConfig(model=str(plain), **{"dtype": "float32", **settings}))
+        check_engine_config(
+            OmniDiffusionConfig(model=str(plain), **{"dtype": "float32", **settings}), NeuronWanPipeline
+        )
 
 
 def pre_process(

@@ -17,7 +17,8 @@ from omni_neuron_wan22 import (
     make_scaled_fp8_checkpoint,
     make_tiny_checkpoint,
 )
-from omni_neuron_wan22.engine_config import check_engine_config
+from omni_neuron_wan22.pipeline import NeuronWanPipeline
+from vllm_omni_neuron.sdk import check_engine_config
 
 ALL = ["attn1", "attn2", "ffn"]
 METHOD = {"quantization": "fp8_row_mx"}
@@ -34,9 +35,10 @@ def fp8(plain: Path) -> str:
 
 
 def check(plain: Path, settings: dict[str, Any], **config: Any) -> WanCheckpoint:
-    return check_engine_config(
-        OmniDiffusionConfig(model=str(plain), **{"dtype": "bfloat16", "additional_config": settings, **config})
-    )
+    od_config = OmniDiffusionConfig(model=str(plain), **{"dtype": "bfloat16", "additional_config": settings, **config})
+    checkpoint = check_engine_config(od_config, NeuronWanPipeline)
+    assert isinstance(checkpoint, WanCheckpoint)
+    return checkpoint
 
 
 @pytest.mark.parametrize(
@@ -62,9 +64,7 @@ def test_settings_that_do_not_fit(plain: Path, settings: dict[str, Any], message
 
 
 def test_vllm_omnis_own_methods_and_missing_folders_are_refused(plain: Path) -> None:
-    with pytest.raises(
-        WanConfigError, match=r"quantization_config = .*valid one is fp8_row_mx, given as `quantization`"
-    ):
+    with pytest.raises(WanConfigError, match=r"quantization_config = .*the model's own is given as `quantization`"):
         check(plain, {}, quantization_config="fp8")
     with pytest.raises(CheckpointError, match="nowhere is no folder or file on this machine"):
         check(plain, METHOD | {"comfyui_fp8_model_path": "nowhere"})

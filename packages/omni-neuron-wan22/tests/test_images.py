@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's images: which ones a model takes, what may stand for one, and the size of the video that follows."""
+"""A request's images: which ones a model of Wan2.2 takes, and the size of the video that follows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 from vllm_omni.diffusion.data import OmniDiffusionConfig
@@ -15,12 +14,12 @@ from vllm_omni.errors import OmniClientError
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from omni_neuron_wan22 import GenerationRequest, RequestError, TinyWan, make_tiny_checkpoint
-from omni_neuron_wan22.image import fit_images, load_images, pixels
-from omni_neuron_wan22.processing import get_neuron_wan22_pre_process_func
-from omni_neuron_wan22.request import I2V_DEFAULTS, TI2V_DEFAULTS, EngineDefaults, resolve_request
+from omni_neuron_wan22.pipeline_i2v import get_neuron_wan22_pre_process_func
+from omni_neuron_wan22.request import wan_rules
+from vllm_omni_neuron.sdk import RequestRules, resolve_request
 
-I2V = EngineDefaults(model=I2V_DEFAULTS, images="required", last_image="optional")
-TI2V = EngineDefaults(model=TI2V_DEFAULTS, spatial_stride=32, images="optional")
+I2V = wan_rules("i2v", images="required", last_image="optional")
+TI2V = wan_rules("ti2v", spatial_stride=32, images="optional")
 WIDE = Image.new("RGB", (1000, 500), "red")
 
 
@@ -32,9 +31,11 @@ def request_of(media: dict[str, Any], **settings: Any) -> OmniDiffusionRequest:
     )
 
 
-def resolve(defaults: EngineDefaults, media: dict[str, Any], **settings: Any) -> GenerationRequest:
+def resolve(rules: RequestRules, media: dict[str, Any], **settings: Any) -> GenerationRequest:
     request = request_of(media, **settings)
-    return resolve_request(request.prompt, request.sampling_params, defaults)
+    resolved = resolve_request(request.prompt, request.sampling_params, rules)
+    assert isinstance(resolved, GenerationRequest)
+    return resolved
 
 
 def test_defaults_of_the_models() -> None:
@@ -49,7 +50,7 @@ def test_defaults_of_the_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("defaults", "size", "asked", "made"),
+    ("rules", "size", "asked", "made"),
     [
         (I2V, (1000, 500), {"height": 480, "width": 832}, (480, 832)),
         (I2V, (1000, 500), {}, (432, 880)),  # the area of 480 × 832 at most, multiples of 16
@@ -60,27 +61,27 @@ def test_defaults_of_the_models() -> None:
         (TI2V, (3000, 100), {}, (160, 5184)),
     ],
 )
-def test_size(defaults: EngineDefaults, size: tuple[int, int], asked: dict[str, int], made: tuple[int, int]) -> None:
-    request = resolve(defaults, {"image": Image.new("RGB", size)}, **asked)
+def test_size(rules: RequestRules, size: tuple[int, int], asked: dict[str, int], made: tuple[int, int]) -> None:
+    request = resolve(rules, {"image": Image.new("RGB", size)}, **asked)
     assert (request.height, request.width) == made
     sources = {side: request.sources[side] for side in ("height", "width")}
     assert sources == {side: "request" if side in asked else "image" for side in sources}
 
 
 @pytest.mark.parametrize(
-    ("defaults", "media", "message"),
+    ("rules", "media", "message"),
     [
         (I2V, {}, "there is no image, which this model needs"),
         (I2V, {"image": []}, "there is no image"),
         (I2V, {"image": WIDE, "audio": 1}, "carries audio; this model makes videos from text and image, last_image"),
         (TI2V, {"image": WIDE, "last_image": WIDE}, "carries last_image; this model makes videos from text and image"),
-        (EngineDefaults(images="optional", last_image="optional"), {"last_image": WIDE}, "without image"),
-        (EngineDefaults(images="required", last_image="required"), {"image": WIDE}, "there is no last_image"),
+        (wan_rules(images="optional", last_image="optional"), {"last_image": WIDE}, "without image"),
+        (wan_rules(images="required", last_image="required"), {"image": WIDE}, "there is no last_image"),
     ],
 )
-def test_images_that_the_model_does_not_take(defaults: EngineDefaults, media: dict[str, Any], message: str) -> None:
+def test_images_that_the_model_does_not_take(rules: RequestRules, media: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        resolve(defaults, media)
+        resolve(rules, media)
 
 
 def test_settings_that_do_not_fit_the_image() -> None:
@@ -88,80 +89,6 @@ def test_settings_that_do_not_fit_the_image() -> None:
         resolve(I2V, {"image": WIDE, "last_image": WIDE}, num_frames=3)
     with pytest.raises(RequestError, match="image_policy = 'pad': valid values are resize, crop"):
         resolve(I2V, {"image": WIDE}, extra_args={"image_policy": "pad"})
-
-
-@pytest.mark.parametrize("kind", ["path", "text", "image", "list", "palette", "transparent"])
-def test_what_may_stand_for_an_image(kind: str, tmp_path: Path) -> None:
-    image = Image.new("RGB", (6, 4), (10, 20, 30))
-    path = tmp_path / "image.png"
-    image.save(path)
-    value = {
-        "path": path,
-        "text": str(path),
-        "image": image,
-        "list": [image],
-        "palette": image.quantize(4),
-        "transparent": image.convert("RGBA"),
-    }[kind]
-    prompt = {"prompt": "a cat", "multi_modal_data": {"image": value}}
-    loaded = load_images(prompt)["multi_modal_data"]["image"]
-    assert (loaded.mode, loaded.size, loaded.getpixel((5, 3))) == ("RGB", (6, 4), (10, 20, 30))
-    assert prompt["multi_modal_data"]["image"] is value
-
-
-def test_a_photograph_is_turned_as_its_camera_was_held(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # rotate by 90 degrees to see it upright
-    Image.new("RGB", (6, 4)).save(tmp_path / "photo.jpg", exif=exif)
-    loaded = load_images({"prompt": "a cat", "multi_modal_data": {"image": str(tmp_path / "photo.jpg")}})
-    assert loaded["multi_modal_data"]["image"].size == (4, 6)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("nowhere.png", "image = 'nowhere.png' cannot be read: .*No such file"),
-        (__file__, "is not an image that can be read"),
-        (object(), "image is a object: a PIL image or the path of a file is needed"),
-        ([WIDE, WIDE], "image is a list of 2: one image is needed"),
-        (np.zeros((4, 6, 3), np.uint8), "image is a ndarray"),
-    ],
-)
-def test_what_is_no_image(value: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        load_images({"prompt": "a cat", "multi_modal_data": {"image": value}})
-
-
-def test_a_truncated_file(tmp_path: Path) -> None:
-    path = tmp_path / "image.png"
-    Image.effect_noise((64, 64), 90).save(path)
-    path.write_bytes(path.read_bytes()[:-1500])
-    with pytest.raises(RequestError, match=r"image\.png' cannot be read: .*truncated"):
-        load_images({"prompt": "a cat", "multi_modal_data": {"image": str(path)}})
-
-
-@pytest.mark.parametrize(("policy", "left"), [("resize", "blue"), ("crop", "red")])
-def test_policies(policy: str, left: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Twice as wide as the video: blue at both ends, red in the middle half."""
-    image = Image.new("RGB", (64, 32), "blue")
-    image.paste("red", (16, 0, 48, 32))
-    request = resolve(I2V, {"image": image}, height=32, width=32, extra_args={"image_policy": policy})
-    fitted = fit_images({"prompt": "a cat", "multi_modal_data": {"image": image}}, request)
-    made = fitted["multi_modal_data"]["image"]
-    assert made.size == (32, 32)
-    assert made.getpixel((2, 16)) == Image.new("RGB", (1, 1), left).getpixel((0, 0))
-    error = {"resize": 1.0, "crop": 0.5}[policy]
-    assert fitted["additional_information"]["image"] == {"size": [64, 32], "policy": policy, "aspect_error": error}
-    assert ("stretched by 100 %" in caplog.text) == (policy == "resize")
-    again = fit_images(fitted, request)
-    assert again["multi_modal_data"]["image"] is made
-    assert again["additional_information"] == fitted["additional_information"]
-
-
-def test_pixels() -> None:
-    values = pixels(Image.new("RGB", (3, 2), (0, 255, 51)))
-    assert values.shape == (3, 2, 3)
-    np.testing.assert_allclose(values[:, 0, 0].numpy(), [-1.0, 1.0, -0.6], atol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from wan22_reference import dit_inputs, on_ranks, relative_l2
 from omni_neuron_parallel import RankPool
 from omni_neuron_wan22 import WanCheckpoint
 from omni_neuron_wan22.lora_adapter import LoraError, read_adapter
-from omni_neuron_wan22.processing import get_neuron_wan22_pre_process_func
+from omni_neuron_wan22.pipeline import get_neuron_wan22_pre_process_func
 
 RANK, ALPHA = 3, 6.0
 SIZES = {"attn": (128, 128), "ffn.net.0.proj": (256, 128), "ffn.net.2": (128, 256)}

@@ -12,15 +12,18 @@ from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from omni_neuron_wan22 import GenerationRequest, RequestError
-from omni_neuron_wan22.request import EngineDefaults, resolve_request
+from omni_neuron_wan22.request import wan_rules
+from vllm_omni_neuron.sdk import RequestRules, resolve_request
 
 
-def resolve(prompt: Any = "a cat", defaults: EngineDefaults | None = None, **settings: Any) -> GenerationRequest:
+def resolve(prompt: Any = "a cat", rules: RequestRules | None = None, **settings: Any) -> GenerationRequest:
     # As the engine makes it: the request object marks which guidance scales the caller gave.
     request = OmniDiffusionRequest(
         prompt=prompt, sampling_params=OmniDiffusionSamplingParams(**settings), request_id="test"
     )
-    return resolve_request(request.prompt, request.sampling_params, defaults or EngineDefaults())
+    resolved = resolve_request(request.prompt, request.sampling_params, rules or wan_rules())
+    assert isinstance(resolved, GenerationRequest)
+    return resolved
 
 
 def test_defaults_are_those_of_wan() -> None:
@@ -100,16 +103,16 @@ def test_refusals_name_setting_value_and_valid_values(settings: dict[str, Any], 
 
 
 def test_request_then_engine_then_default() -> None:
-    engine = EngineDefaults(boundary_ratio=0.9, flow_shift=12.0)
-    assert resolve(defaults=engine).flow_shift == 12.0
-    assert resolve(defaults=engine).boundary_ratio == 0.9
-    overridden = resolve(defaults=engine, boundary_ratio=0.5, extra_args={"flow_shift": 3, "sample_solver": "Euler"})
+    engine = wan_rules(boundary_ratio=0.9, flow_shift=12.0)
+    assert resolve(rules=engine).flow_shift == 12.0
+    assert resolve(rules=engine).boundary_ratio == 0.9
+    overridden = resolve(rules=engine, boundary_ratio=0.5, extra_args={"flow_shift": 3, "sample_solver": "Euler"})
     assert (overridden.flow_shift, overridden.boundary_ratio, overridden.sample_solver) == (3.0, 0.5, "euler")
 
 
 def test_sources_say_where_each_setting_was_found() -> None:
-    engine = EngineDefaults(flow_shift=12.0, checkpoint_boundary_ratio=0.9)
-    request = resolve(defaults=engine, height=64, num_frames=9, extra_args={"sample_solver": "euler"})
+    engine = wan_rules(flow_shift=12.0, checkpoint_boundary_ratio=0.9)
+    request = resolve(rules=engine, height=64, num_frames=9, extra_args={"sample_solver": "euler"})
     assert (request.boundary_ratio, request.flow_shift) == (0.9, 12.0)
     assert request.sources == {
         "height": "request",
@@ -125,9 +128,9 @@ def test_sources_say_where_each_setting_was_found() -> None:
         "fps": "default",
         "max_sequence_length": "default",
     }
-    engine = EngineDefaults(boundary_ratio=0.8, checkpoint_boundary_ratio=0.9)
-    assert resolve(defaults=engine).boundary_ratio == 0.8
-    assert resolve(defaults=engine).sources["boundary_ratio"] == "engine"
+    engine = wan_rules(boundary_ratio=0.8, checkpoint_boundary_ratio=0.9)
+    assert resolve(rules=engine).boundary_ratio == 0.8
+    assert resolve(rules=engine).sources["boundary_ratio"] == "engine"
 
 
 def test_each_video_has_a_seed_of_its_own() -> None:

@@ -7,16 +7,15 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from omni_neuron_parallel import AxisGroup, ContextMethod, get_group
-from omni_neuron_runtime import CheckpointError, SafetensorsCheckpoint, is_cpu_mode
+from omni_neuron_runtime import is_cpu_mode
 from omni_neuron_wan22.comfyui import Noise, ScaledFp8File, find_expert_file
-from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError, read_json
+from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError
 from omni_neuron_wan22.fp8_loading import fp8_summary, prepare_loading
 from omni_neuron_wan22.fp8_settings import METHOD, Fp8Settings
 from omni_neuron_wan22.mapping import (
@@ -31,6 +30,7 @@ from omni_neuron_wan22.row_mx import use_row_mx
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import WanTransformer3DModel
 from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
+from vllm_omni_neuron.sdk import DiffusersCheckpoint, check_tensors, load_tensors, make_on_meta
 
 logger = logging.getLogger(__name__)
 
@@ -41,37 +41,23 @@ SUPPORTED_PIPELINES: Mapping[str, tuple[Task, ...]] = {
     "WanPipeline": ("t2v", "ti2v"),
     "WanImageToVideoPipeline": ("i2v", "ti2v"),
 }
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class WanCheckpoint:
+class WanCheckpoint(DiffusersCheckpoint):
     """A checkpoint folder.
 
     Attributes:
-        path: the folder with model_index.json.
         fp8: where the experts' weights come from instead, in FP8; their config.json files are still this folder's.
     """
 
-    path: Path
     fp8: Fp8Settings | None = None
-
-    @cached_property
-    def index(self) -> dict[str, object]:
-        """model_index.json.
-
-        Raises:
-            WanConfigError: the folder or the file is missing.
-        """
-        if not self.path.is_dir():
-            raise WanConfigError(f"model = {str(self.path)!r} is not a folder on this machine")
-        return read_json(self.path / "model_index.json")
 
     @property
     def experts(self) -> tuple[Expert, ...]:
         """The experts that the index lists: high noise first."""
         names: tuple[Expert, ...] = ("transformer", "transformer_2")
-        return tuple(name for name in names if self._listed(name))
+        return tuple(name for name in names if self.lists(name))
 
     @property
     def task(self) -> Task:
@@ -107,17 +93,17 @@ class WanCheckpoint:
 
     def transformer_config(self, expert: Expert) -> WanConfig:
         """The DiT's sizes."""
-        return WanConfig.from_file(self.path / expert / "config.json")
+        return self.config(expert, WanConfig)
 
     @cached_property
     def text_encoder_config(self) -> UMT5Config:
         """The encoder's sizes."""
-        return UMT5Config.from_file(self.path / "text_encoder" / "config.json")
+        return self.config("text_encoder", UMT5Config)
 
     @cached_property
     def vae_config(self) -> VaeConfig:
         """The VAE's sizes and latent statistics."""
-        return VaeConfig.from_file(self.path / "vae" / "config.json")
+        return self.config("vae", VaeConfig)
 
     def check(self, *, tensor_parallel_size: int = 1, boundary_ratio: float | None = None) -> None:
         """Refuse what cannot run, from configuration files and safetensors headers; of FP8 files the scales, too.
@@ -137,13 +123,13 @@ class WanCheckpoint:
                     f"d_model = {self.text_encoder_config.d_model}"
                 )
             if self.fp8 is None:
-                self._check_weights(expert, _transformer(config), transformer_mapping(config))
+                unused = unused_transformer_keys(config)
+                self.check_weights(expert, _transformer(config), transformer_mapping(config), unused)
             else:
                 self._check_fp8_file(expert, _transformer(config))
-        text_config = self.text_encoder_config
-        self._check_weights("text_encoder", _text_encoder(text_config), text_encoder_mapping(text_config))
-        encoder = self.encodes_images
-        self._check_weights("vae", _vae(self.vae_config, encoder), vae_mapping(self.vae_config, encoder=encoder))
+        text, vae, encoder = self.text_encoder_config, self.vae_config, self.encodes_images
+        self.check_weights("text_encoder", _text_encoder(text), text_encoder_mapping(text), UNUSED_TEXT_ENCODER_KEYS)
+        self.check_weights("vae", _vae(vae, encoder), vae_mapping(vae, encoder=encoder), _unused_vae_keys(encoder))
 
     def fp8_file(self, expert: Expert) -> ScaledFp8File:
         """Where an expert's FP8 weights are.
@@ -157,19 +143,15 @@ class WanCheckpoint:
         path = find_expert_file(self.fp8.path, noise, image_to_video=config.in_channels != config.out_channels)
         return ScaledFp8File(path, config)
 
-    def _listed(self, component: str) -> bool:
-        entry = self.index.get(component)
-        return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
-
     def _check_pipeline(self) -> None:
-        pipeline = str(self.index.get("_class_name"))
+        pipeline = self.architecture
         if pipeline not in SUPPORTED_PIPELINES:
             raise WanConfigError(
                 f"{self.path / 'model_index.json'}: _class_name = {pipeline!r}; "
                 f"omni-neuron-wan22 runs {', '.join(SUPPORTED_PIPELINES)}"
             )
         needed = [*self.experts, "text_encoder", "tokenizer", "vae"]
-        self._check_folders(needed)  # before the task is read from one of them
+        self.check_components(*needed)  # before the task is read from one of them
         if self.task not in SUPPORTED_PIPELINES[pipeline]:
             right = next(name for name, tasks in SUPPORTED_PIPELINES.items() if self.task in tasks)
             raise WanConfigError(
@@ -184,14 +166,7 @@ class WanCheckpoint:
                 "transformer_2 is listed; TI2V-5B has one expert"
             )
         if any(self.transformer_config(expert).image_dim is not None for expert in self.experts):
-            self._check_folders([*needed, "image_encoder", "image_processor"])
-
-    def _check_folders(self, needed: list[str]) -> None:
-        missing = [component for component in needed if not (self.path / component).is_dir()]
-        if missing:
-            raise WanConfigError(
-                f"{self.path}: no folder {', '.join(missing)}; a Wan2.2 checkpoint has {', '.join(needed)}"
-            )
+            self.check_components(*needed, "image_encoder", "image_processor")
 
     def _check_channels(self, expert: Expert, config: WanConfig) -> None:
         """Refuse a DiT whose input is not made of what the VAE gives."""
@@ -206,46 +181,15 @@ class WanCheckpoint:
                 f"{vae.z_dim + condition} ({vae.z_dim}{parts})"
             )
 
-    def _check_weights(
-        self, component: str, make: Callable[[AxisGroup], nn.Module], mapping: Mapping[str, str | list[str]]
-    ) -> None:
-        _check_tensors(SafetensorsCheckpoint(self.path / component), make, mapping)
-
     def _check_fp8_file(self, expert: Expert, make: Callable[[AxisGroup], nn.Module]) -> None:
         assert self.fp8 is not None
         file = self.fp8_file(expert)
         file.check_row_mx(self.fp8.row_mx)
-        _check_tensors(file.tensors, make, file.mapping())
+        check_tensors(file.tensors, make, file.mapping(), _known_fp8_keys(file))
         own = self.path / expert
         other = self.path / ("transformer_2" if expert == "transformer" else "transformer")
         if len(self.experts) == 2 and all(any(folder.glob("*.safetensors")) for folder in (own, other)):
             file.check_expert(own, other)
-
-
-def _check_tensors(
-    checkpoint: SafetensorsCheckpoint,
-    make: Callable[[AxisGroup], nn.Module],
-    mapping: Mapping[str, str | list[str]],
-) -> None:
-    # Unsharded, so that the shapes are the checkpoint's own; nothing is allocated on the meta device.
-    with torch.device("meta"):
-        module = make(AxisGroup("tp"))
-    checkpoint.validate()
-    keys = set(checkpoint.keys())
-    missing = [key for names in mapping.values() for key in _as_list(names) if key not in keys]
-    if missing:
-        raise CheckpointError(f"{checkpoint.path}: missing {len(missing)} tensor(s): {_listing(missing)}")
-    for name, parameter in module.named_parameters():
-        sources = _as_list(mapping[name])
-        elements = sum(torch.Size(checkpoint.shape(key)).numel() for key in sources)
-        expected = parameter.numel()
-        first = tuple(checkpoint.shape(sources[0]))
-        same_shape = len(sources) > 1 or parameter.dim() != len(first) or tuple(parameter.shape) == first
-        if elements != expected or not same_shape:
-            found = ", ".join(f"{key} {list(checkpoint.shape(key))}" for key in sources)
-            raise CheckpointError(
-                f"{checkpoint.path}: {found} does not fit {name} {list(parameter.shape)} of the configuration"
-            )
 
 
 def load_transformer(
@@ -265,8 +209,8 @@ def load_transformer(
     config = checkpoint.transformer_config(expert)
     make = _transformer(config, sequence_parallel, context_method)
     if checkpoint.fp8 is None:
-        unused = unused_transformer_keys(config)
-        return _load(make, transformer_mapping(config), checkpoint.path / expert, dtype, device, group, unused)
+        mapping, unused = transformer_mapping(config), unused_transformer_keys(config)
+        return checkpoint.load(expert, make, mapping, dtype=dtype, device=device, group=group, unused=unused)
     file, row_mx, group = checkpoint.fp8_file(expert), checkpoint.fp8.row_mx, group or get_group("tp")
     file.check_row_mx(row_mx)
 
@@ -275,10 +219,9 @@ def load_transformer(
         use_row_mx(model, row_mx, native=not is_cpu_mode())
         return model
 
-    model = _empty(make_fp8, dtype, group)
+    model = make_on_meta(make_fp8, dtype, group)
     mapping = prepare_loading(model, file)
-    known = (*file.inventory.unused, *file.inventory.scales.values())
-    model = _fill(model, file.tensors, mapping, device, group, known)
+    model = load_tensors(model, file.tensors, mapping, device, group, _known_fp8_keys(file))
     logger.info("%s: %s; %s", expert, fp8_summary(model, file), checkpoint.fp8.computed_by())
     return model
 
@@ -307,9 +250,14 @@ def load_text_encoder(
 ) -> NeuronTextEncoderWrapper:
     """The UMT5 encoder, this rank's shards only."""
     config = checkpoint.text_encoder_config
-    path = checkpoint.path / "text_encoder"
-    return _load(
-        _text_encoder(config), text_encoder_mapping(config), path, dtype, device, group, UNUSED_TEXT_ENCODER_KEYS
+    return checkpoint.load(
+        "text_encoder",
+        _text_encoder(config),
+        text_encoder_mapping(config),
+        dtype=dtype,
+        device=device,
+        group=group,
+        unused=UNUSED_TEXT_ENCODER_KEYS,
     )
 
 
@@ -318,8 +266,15 @@ def load_vae(
 ) -> NeuronAutoencoderKLWan:
     """The VAE's decoder, whole, and its encoder where asked for; only the ranks that decode call this."""
     config = checkpoint.vae_config
-    mapping, unused = vae_mapping(config, encoder=encoder), () if encoder else UNUSED_VAE_PREFIXES
-    return _load(_vae(config, encoder), mapping, checkpoint.path / "vae", dtype, device, AxisGroup("tp"), unused)
+    return checkpoint.load(
+        "vae",
+        _vae(config, encoder),
+        vae_mapping(config, encoder=encoder),
+        dtype=dtype,
+        device=device,
+        group=AxisGroup("tp"),
+        unused=_unused_vae_keys(encoder),
+    )
 
 
 def _transformer(
@@ -338,55 +293,10 @@ def _text_encoder(config: UMT5Config) -> Callable[[AxisGroup], NeuronTextEncoder
     return lambda group: NeuronTextEncoderWrapper(config, group=group)
 
 
-def _load(
-    make: Callable[[AxisGroup], ModuleT],
-    mapping: Mapping[str, str | list[str]],
-    path: Path,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    group: AxisGroup | None,
-    unused: tuple[str, ...] = (),
-) -> ModuleT:
-    group = group or get_group("tp")
-    return _fill(_empty(make, dtype, group), SafetensorsCheckpoint(path), mapping, device, group, unused)
+def _unused_vae_keys(encoder: bool) -> tuple[str, ...]:
+    return () if encoder else UNUSED_VAE_PREFIXES
 
 
-def _empty(make: Callable[[AxisGroup], ModuleT], dtype: torch.dtype, group: AxisGroup) -> ModuleT:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            return make(group)
-    finally:
-        torch.set_default_dtype(default)
-
-
-def _fill(
-    module: ModuleT,
-    checkpoint: SafetensorsCheckpoint,
-    mapping: Mapping[str, str | list[str]],
-    device: torch.device | str,
-    group: AxisGroup,
-    unused: tuple[str, ...],
-) -> ModuleT:
-    result = checkpoint.load_sharded_pipelined(group.rank, group.size, module, mapping, torch.device(device))
-    unexpected = (
-        [key for key in result.unexpected_keys if not key.startswith(unused)]
-        if unused
-        else list(result.unexpected_keys)
-    )
-    if unexpected:
-        raise CheckpointError(
-            f"{checkpoint.path}: {len(unexpected)} tensor(s) that nothing uses: {_listing(unexpected)}"
-        )
-    module.load_state_dict(result.state_dict, strict=True, assign=True)
-    return module.eval().requires_grad_(False).to(device)
-
-
-def _as_list(names: str | list[str]) -> list[str]:
-    return [names] if isinstance(names, str) else names
-
-
-def _listing(names: list[str], most: int = 8) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+def _known_fp8_keys(file: ScaledFp8File) -> tuple[str, ...]:
+    """What an FP8 file holds besides weights."""
+    return (*file.inventory.unused, *file.inventory.scales.values())

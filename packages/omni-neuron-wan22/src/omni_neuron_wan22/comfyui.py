@@ -22,9 +22,9 @@ import torch
 
 from omni_neuron_runtime import CheckpointError, SafetensorsCheckpoint
 from omni_neuron_wan22.config import WanConfig
-from omni_neuron_wan22.mapping import Mapping as KeyMapping
 from omni_neuron_wan22.mapping import transformer_mapping
 from omni_neuron_wan22.original_names import linear_weights, original_wan_names
+from vllm_omni_neuron.sdk import Mapping as KeyMapping
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ everywhere, whatever the layout.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from torch import nn
 from transformers import AutoImageProcessor, CLIPVisionModel
 
 from omni_neuron_parallel import broadcast_from_first, get_group
-from omni_neuron_wan22.image import pixels
 from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
+from vllm_omni_neuron.sdk import image_report, media_of, pixels
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class ImageCondition:
             further channels. TI2V-5B: the first latent frame `[1, z, 1, h, w]`, which takes the noisy one's place.
         is_first_frame: which of the two.
         image_embeds: CLIP's `[images, L, image_dim]` float32, where the DiT takes one.
+        report: what `fit_images` did to the image.
     """
 
     latents: torch.Tensor
     is_first_frame: bool
     image_embeds: torch.Tensor | None = None
+    report: Mapping[str, Any] | None = None
 
     def inputs(self, latents: torch.Tensor, timestep: torch.Tensor) -> dict[str, torch.Tensor]:
         """The DiT's `hidden_states`, and `first_frame_timestep` where it has one, for noisy latents `[1, z, T, h, w]`.
@@ -75,7 +78,7 @@ class ClipImageEncoder:
 
 
 def encode_images(
-    media: dict[str, Any],
+    prompt: Any,
     num_frames: int,
     *,
     temporal_stride: int,
@@ -88,7 +91,7 @@ def encode_images(
     """The condition of a request's images. Collective over the world.
 
     Args:
-        media: `image` and perhaps `last_image`, RGB and of the video's size.
+        prompt: vLLM-Omni's with `image` and perhaps `last_image`, RGB and of the video's size (`fit_images`).
         num_frames: of the video.
         temporal_stride: video frames per latent frame.
         is_first_frame: as in `ImageCondition`.
@@ -97,6 +100,7 @@ def encode_images(
         takes_embeds: whether it does.
         device: for the result.
     """
+    media = media_of(prompt)
     images = [media[name] for name in ("image", "last_image") if name in media]
     latents = None
     if vae is not None:
@@ -110,7 +114,7 @@ def encode_images(
     embeds = None
     if takes_embeds:
         embeds = broadcast_from_first(None if image_encoder is None else image_encoder(images)).to(device)
-    return ImageCondition(latents, is_first_frame, embeds)
+    return ImageCondition(latents, is_first_frame, embeds, image_report(prompt))
 
 
 def condition_video(frames: list[torch.Tensor], num_frames: int) -> torch.Tensor:

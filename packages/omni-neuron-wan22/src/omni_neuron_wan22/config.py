@@ -3,57 +3,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
 
-from omni_neuron_parallel import valid_tensor_parallel_sizes
+from vllm_omni_neuron.sdk import ModelConfig, ModelConfigError, check_tensor_parallel
 
-ConfigT = TypeVar("ConfigT", bound="_Config")
-
-
-class WanConfigError(ValueError):
-    """A checkpoint or engine configuration that this package cannot run; the message says what it can."""
+WanConfigError = ModelConfigError
 
 
 @dataclass(frozen=True)
-class _Config:
-    @classmethod
-    def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-        """Take this class's fields out of a config.json; keys of no consequence here are left aside."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        taken = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in names}
-        return cls(**taken)
-
-    @classmethod
-    def from_file(cls: type[ConfigT], path: str | Path) -> ConfigT:
-        """Read a config.json.
-
-        Raises:
-            WanConfigError: no such file, or not JSON.
-        """
-        return cls.from_dict(read_json(Path(path)))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from `path`, with errors that name the file."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WanConfigError(f"{path} is missing") from None
-    except json.JSONDecodeError as error:
-        raise WanConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise WanConfigError(f"{path} holds a {type(values).__name__}, not an object")
-    return values
-
-
-@dataclass(frozen=True)
-class WanConfig(_Config):
+class WanConfig(ModelConfig):
     """The DiT (`WanTransformer3DModel`); field names are diffusers', defaults those of T2V-A14B.
 
     `in_channels` above `out_channels` make it image-to-video: a mask and the condition's latents stand in the rest.
@@ -120,16 +79,11 @@ class WanConfig(_Config):
         Raises:
             WanConfigError: naming the sizes that do.
         """
-        if size < 1 or self.num_attention_heads % size:
-            valid = ", ".join(map(str, valid_tensor_parallel_sizes(self.num_attention_heads)))
-            raise WanConfigError(
-                f"tensor_parallel_size = {size}: the DiT has {self.num_attention_heads} attention heads, "
-                f"which {size} does not divide; valid sizes are {valid}"
-            )
+        check_tensor_parallel(size, self.num_attention_heads)
 
 
 @dataclass(frozen=True)
-class UMT5Config(_Config):
+class UMT5Config(ModelConfig):
     """The text encoder (`UMT5EncoderModel`); field names are transformers', defaults those of UMT5-XXL."""
 
     vocab_size: int = 256384
@@ -149,7 +103,7 @@ class UMT5Config(_Config):
 
 
 @dataclass(frozen=True)
-class VaeConfig(_Config):
+class VaeConfig(ModelConfig):
     """`AutoencoderKLWan`, VAE 2.1 or 2.2; field names are diffusers', defaults those of A14B (2.1)."""
 
     base_dim: int = 96

@@ -22,8 +22,8 @@ from omni_neuron_runtime import (
     set_weight_loader,
 )
 from omni_neuron_wan22.comfyui import FP8, ScaledFp8File
-from omni_neuron_wan22.mapping import Mapping
 from omni_neuron_wan22.transformer import WanTransformer3DModel
+from vllm_omni_neuron.sdk import Mapping
 
 _NAN_MAGNITUDE = 0x7F  # E4M3FN's only NaN, with either sign
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig
-
-Mapping = dict[str, str | list[str]]
+from vllm_omni_neuron.sdk import Mapping, prefixed
 
 # ours: theirs, inside one DiT block; the lists are concatenated in this order.
 _DIT_BLOCK: Mapping = {
@@ -92,13 +91,6 @@ UNUSED_TEXT_ENCODER_KEYS = ("encoder.embed_tokens.weight",)  # the same tensor a
 UNUSED_VAE_PREFIXES = ("encoder.", "quant_conv.")
 
 
-def _prefixed(mapping: Mapping, ours: str, theirs: str) -> Mapping:
-    return {
-        ours + name: theirs + keys if isinstance(keys, str) else [theirs + key for key in keys]
-        for name, keys in mapping.items()
-    }
-
-
 def transformer_mapping(config: WanConfig) -> Mapping:
     """Parameter of `WanTransformer3DModel` → key or keys in `transformer/` and `transformer_2/`."""
     mapping: Mapping = {name: name for name in _DIT_SHARED}
@@ -107,9 +99,9 @@ def transformer_mapping(config: WanConfig) -> Mapping:
         block = block | _DIT_IMAGE_ATTENTION
         embedder = _IMAGE_EMBEDDER | ({} if config.pos_embed_seq_len is None else {"pos_embed": "pos_embed"})
         prefix = "condition_embedder.image_embedder."
-        mapping |= _prefixed(embedder, prefix, prefix)
+        mapping |= prefixed(embedder, prefix, prefix)
     for index in range(config.num_layers):
-        mapping |= _prefixed(block, f"blocks.{index}.", f"blocks.{index}.")
+        mapping |= prefixed(block, f"blocks.{index}.", f"blocks.{index}.")
     return mapping
 
 
@@ -125,7 +117,7 @@ def text_encoder_mapping(config: UMT5Config) -> Mapping:
         "final_norm.weight": "encoder.final_layer_norm.weight",
     }
     for index in range(config.num_layers):
-        mapping |= _prefixed(_UMT5_BLOCK, f"blocks.{index}.", f"encoder.block.{index}.")
+        mapping |= prefixed(_UMT5_BLOCK, f"blocks.{index}.", f"encoder.block.{index}.")
     return mapping
 
 

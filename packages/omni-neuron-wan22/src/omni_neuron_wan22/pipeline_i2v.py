@@ -6,10 +6,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from omni_neuron_wan22.pipeline import NeuronWanPipeline
-from omni_neuron_wan22.processing import get_neuron_wan22_post_process_func, get_neuron_wan22_pre_process_func
-
-# vLLM-Omni looks for the functions of `processing` in the module of the pipeline.
-__all__ = ["NeuronWanI2VPipeline", "get_neuron_wan22_post_process_func", "get_neuron_wan22_pre_process_func"]
+from omni_neuron_wan22.spec import I2V
+from vllm_omni_neuron.sdk import ModelSpec
 
 
 class NeuronWanI2VPipeline(NeuronWanPipeline):
@@ -18,6 +16,12 @@ class NeuronWanI2VPipeline(NeuronWanPipeline):
     As `NeuronWanPipeline`; a request must bring an image.
     """
 
+    spec: ClassVar[ModelSpec] = I2V
     # vLLM-Omni's declaration of image input: a dummy run gets an image by it, and so does our warm-up.
     support_image_input: ClassVar[bool] = True
     color_format: ClassVar[str] = "RGB"
+
+
+# vLLM-Omni looks for them in the module of the pipeline.
+get_neuron_wan22_pre_process_func = NeuronWanI2VPipeline.get_pre_process_func
+get_neuron_wan22_post_process_func = NeuronWanI2VPipeline.get_post_process_func

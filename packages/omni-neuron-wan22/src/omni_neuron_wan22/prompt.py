@@ -12,6 +12,8 @@ import re
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from vllm_omni_neuron.sdk import tokenize
+
 logger = logging.getLogger(__name__)
 
 
@@ -35,22 +37,5 @@ def clean_prompt(text: str) -> str:
 def tokenize_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, max_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask, each `[1, max_length]` int64, padded at the end.
-
-    A longer prompt is cut to `max_length` tokens, with a warning that names both counts; the shape never changes.
-    """
-    text = clean_prompt(prompt)
-    encoded = tokenizer(
-        [text],
-        padding="max_length",
-        max_length=max_length,
-        truncation=True,
-        add_special_tokens=True,
-        return_attention_mask=True,
-        return_tensors="pt",
-    )
-    if bool(encoded.attention_mask.all()):
-        total = len(tokenizer(text, add_special_tokens=True).input_ids)
-        if total > max_length:
-            logger.warning("the prompt has %d tokens; only the first %d reach the model", total, max_length)
-    return encoded.input_ids, encoded.attention_mask
+    """`tokenize` of the cleaned prompt."""
+    return tokenize(tokenizer, prompt, max_length, clean=clean_prompt)

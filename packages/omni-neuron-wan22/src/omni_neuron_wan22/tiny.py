@@ -8,15 +8,15 @@ noise); the layout, the key names, the experts and the tokenizer are those of Wa
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from omni_neuron_wan22.checkpoint import Task
+from vllm_omni_neuron.sdk import ascii_tokenizer, perturb_constants, save_components, write_model_index
 
 CLIP_PIXELS = 28
 CLIP_TOKENS = 5  # four patches and the class
@@ -93,10 +93,7 @@ def make_tiny_checkpoint(folder: str | Path, sizes: TinyWan | None = None) -> Pa
     experts = ("transformer", "transformer_2")[: 1 if sizes.task == "ti2v" else sizes.experts]
     width = sizes.num_attention_heads * sizes.attention_head_dim
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer()
-    tokenizer.save_pretrained(path / "tokenizer")
-
+    tokenizer = ascii_tokenizer("t5")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sizes.seed)
         text_config = UMT5Config(
@@ -138,75 +135,56 @@ def make_tiny_checkpoint(folder: str | Path, sizes: TinyWan | None = None) -> Pa
             latents_std=(1.0 + torch.rand(z_dim, generator=generator)).tolist(),
             **(_VAE_2_2 if sizes.task == "ti2v" else {}),
         )
-        if sizes.image_dim is not None:
-            models["image_encoder"] = _image_encoder(path, sizes.image_dim)
-        for component, model in models.items():
-            if component != "image_encoder":
-                _perturb_constants(model)
-            if sizes.dtype != torch.float32:
-                model.to(sizes.dtype)
-            model.save_pretrained(path / component, max_shard_size=sizes.max_shard_size)  # type: ignore[operator]
+        clip = {} if sizes.image_dim is None else _image_encoder(sizes.image_dim)
+        for model in models.values():
+            perturb_constants(model)
 
-    UniPCMultistepScheduler(
+    scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=sizes.flow_shift
-    ).save_pretrained(path / "scheduler")
+    )
+    save_components(
+        path,
+        {"tokenizer": tokenizer, "scheduler": scheduler, **models, **clip},
+        dtype=sizes.dtype,
+        max_shard_size=sizes.max_shard_size,
+    )
     boundaries: dict[Task, float | None] = {"t2v": 0.875, "i2v": 0.9, "ti2v": None}
-    index: dict[str, object] = {
-        "_class_name": "WanImageToVideoPipeline" if sizes.task == "i2v" else "WanPipeline",
-        "_diffusers_version": "0.40.0",
-        "boundary_ratio": boundaries[sizes.task] if sizes.boundary_ratio is None else sizes.boundary_ratio,
-        "expand_timesteps": sizes.task == "ti2v",
-        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "T5TokenizerFast"],
-        "transformer": ["diffusers", "WanTransformer3DModel"],
-        "transformer_2": ["diffusers", "WanTransformer3DModel"] if len(experts) == 2 else [None, None],
-        "vae": ["diffusers", "AutoencoderKLWan"],
+    components: dict[str, tuple[str, str] | None] = {
+        "scheduler": ("diffusers", "UniPCMultistepScheduler"),
+        "text_encoder": ("transformers", "UMT5EncoderModel"),
+        "tokenizer": ("transformers", "T5TokenizerFast"),
+        "transformer": ("diffusers", "WanTransformer3DModel"),
+        "transformer_2": ("diffusers", "WanTransformer3DModel") if len(experts) == 2 else None,
+        "vae": ("diffusers", "AutoencoderKLWan"),
     }
     if sizes.task == "i2v":
-        with_clip = sizes.image_dim is not None
-        index["image_encoder"] = ["transformers", "CLIPVisionModel"] if with_clip else [None, None]
-        index["image_processor"] = ["transformers", "CLIPImageProcessor"] if with_clip else [None, None]
-    (path / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+        components["image_encoder"] = ("transformers", "CLIPVisionModel") if clip else None
+        components["image_processor"] = ("transformers", "CLIPImageProcessor") if clip else None
+    write_model_index(
+        path,
+        "WanImageToVideoPipeline" if sizes.task == "i2v" else "WanPipeline",
+        components,
+        boundary_ratio=boundaries[sizes.task] if sizes.boundary_ratio is None else sizes.boundary_ratio,
+        expand_timesteps=sizes.task == "ti2v",
+    )
     return path
 
 
-def _image_encoder(path: Path, width: int) -> nn.Module:
-    """CLIP's vision model, of two layers, and its image processor, written to `path`."""
+def _image_encoder(width: int) -> dict[str, Any]:
+    """CLIP's vision model, of two layers, and its image processor."""
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
     side = {"height": CLIP_PIXELS, "width": CLIP_PIXELS}
     processor = CLIPImageProcessor(size={"shortest_edge": CLIP_PIXELS}, crop_size=side)
-    processor.save_pretrained(path / "image_processor")
-    return CLIPVisionModel(
-        CLIPVisionConfig(
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=CLIP_PIXELS,
-            patch_size=CLIP_PIXELS // 2,
-        )
+    config = CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=CLIP_PIXELS,
+        patch_size=CLIP_PIXELS // 2,
     )
-
-
-def _perturb_constants(model: nn.Module) -> None:
-    """Give norms' gains and biases random values: fresh ones are 1 and 0, which would hide a mixed-up mapping."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
-                parameter.add_(0.1 * torch.randn_like(parameter))
-
-
-def _tokenizer():  # type: ignore[no-untyped-def]  # transformers' classes are not typed
-    """A tokenizer of T5's kind over ASCII characters, not trained; other characters become `<unk>`."""
-    from transformers import T5Tokenizer
-
-    characters = [chr(code) for code in range(33, 127)]
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)]
-    vocabulary += [(character, -6.0) for character in characters]
-    vocabulary += [("▁" + character, -7.0) for character in characters]
-    return T5Tokenizer(vocab=vocabulary, extra_ids=0)
+    return {"image_encoder": CLIPVisionModel(config), "image_processor": processor}
 
 
 def main() -> None:
