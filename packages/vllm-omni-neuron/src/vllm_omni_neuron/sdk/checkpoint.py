@@ -93,12 +93,13 @@ class DiffusersCheckpoint:
         """Refuse a checkpoint without a folder for each of `names`.
 
         Raises:
-            ModelConfigError: naming those that are missing.
+            ModelConfigError: naming those that are missing, or the index, without which a folder is no checkpoint.
         """
         missing = [component for component in names if not (self.path / component).is_dir()]
         if missing:
             raise ModelConfigError(
-                f"{self.path}: no folder {', '.join(missing)}; a checkpoint of this model has {', '.join(names)}"
+                f"{self.path}: no folder {', '.join(missing)}; a checkpoint of this model has {', '.join(names)} (the "
+                f"index names {self.architecture})"
             )
 
     def check_weights(
