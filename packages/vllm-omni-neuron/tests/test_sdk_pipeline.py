@@ -14,6 +14,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
+from vllm_omni_neuron.model_runner import place
 from vllm_omni_neuron.sdk import (
     FEATURES,
     ComponentSpec,
@@ -348,3 +349,26 @@ def test_components_and_their_graphs() -> None:
     assert sorted(name for name, _ in graphs) == ["denoiser", "denoiser.project", "reader", "vae"]
     kinds = dict(graphs)
     assert kinds["denoiser"] == kinds["denoiser.project"] != kinds["vae"]
+
+
+def test_what_the_spec_leaves_on_the_host() -> None:
+    class Hosted(ToyPipeline):
+        spec: ClassVar[ModelSpec] = spec_of(
+            "image", ComponentSpec("reader", "text_encoder", host=True), *ToyPipeline.spec.components[1:]
+        )
+
+    torch._dynamo.reset()
+    pipeline = make(Hosted)
+    pipeline.reader.weight = nn.Parameter(torch.ones(1))
+    graphs: list[str] = []
+
+    def backend(graph: Any, inputs: Any, options: Any) -> Any:
+        graphs.append(options["model_name"])
+        return graph.forward
+
+    pipeline.compile(backend=backend)
+    run(pipeline)
+    assert sorted(graphs) == ["denoiser", "vae"]
+    assert pipeline.request.height == 16
+    place(pipeline, torch.device("meta"))
+    assert pipeline.denoiser.weight.is_meta and not pipeline.reader.weight.is_meta

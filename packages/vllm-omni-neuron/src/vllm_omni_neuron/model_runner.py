@@ -17,6 +17,7 @@ import omni_neuron_runtime as runtime
 from vllm_omni_neuron import compat
 from vllm_omni_neuron.capture import TensorCapture
 from vllm_omni_neuron.compilation import KINDS, component_kinds, shape_of, warmup_requests
+from vllm_omni_neuron.sdk.spec import ModelSpec
 from vllm_omni_neuron.settings import model_settings
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,17 @@ def declared_components(pipeline: nn.Module, *attributes: str) -> dict[str, nn.M
             if component is not None:
                 components[name] = component
     return components
+
+
+def place(pipeline: nn.Module, device: torch.device) -> None:
+    """Move a pipeline to `device`, without the components that its `ModelSpec` leaves on the host."""
+    spec: ModelSpec | None = getattr(pipeline, "spec", None)
+    hosted = [component.name for component in spec.components if component.host] if spec is not None else []
+    if not hosted:
+        pipeline.to(device)
+    for name, child in pipeline.named_children():
+        if name not in hosted:
+            child.to(device)
 
 
 class NeuronDiffusionModelRunner(DiffusionModelRunner):
@@ -71,7 +83,7 @@ class NeuronDiffusionModelRunner(DiffusionModelRunner):
             self.device = device
         pipeline: Any = self.pipeline
         if device.type != "cpu":
-            pipeline.to(device)
+            place(pipeline, device)
         settings = model_settings(self.od_config).get("tensor_capture")
         if settings:
             self.capture = TensorCapture(settings, declared_components(pipeline, "_dit_modules"))

@@ -48,6 +48,7 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
     scheduler: Any  # a new one for every output: nothing of the last one's shift or solver can stick
     device: torch.device
     checkpoint: Any
+    request: Any  # the running one
     clock = StageClock()  # a running request has its own
     if TYPE_CHECKING:  # from vLLM-Omni's mixins, whose types mypy does not follow (see pyproject.toml)
         progress_bar: Callable[..., Any]
@@ -127,7 +128,8 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
     def combine_branches(self, predictions: list[Prediction], scale: float) -> Prediction:
         """One prediction of those of `branches`, in that order, the same on every rank.
 
-        By default negative + scale · (positive − negative) (Ho and Salimans 2022), of two branches.
+        By default negative + scale · (positive − negative) (Ho and Salimans 2022), of two branches. `self.request` is
+        the running request, where its settings matter.
 
         Raises:
             NotImplementedError: more branches, and the model does not say how to combine them.
@@ -156,7 +158,7 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
 
     def diffuse(self, latents: torch.Tensor, trajectory: Trajectory) -> torch.Tensor:
         """Denoise `latents` (float32) over all steps of the request, each with the component that it belongs to."""
-        request = trajectory.request
+        self.request = request = trajectory.request
         self.scheduler = self.make_scheduler(request)
         timesteps = self.scheduler.timesteps
         plan = [self.choose_model(value, request) for value in timesteps.tolist()]

@@ -18,7 +18,7 @@ from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from omni_neuron_parallel import check_rank_agreement, collective_step, get_topology
+from omni_neuron_parallel import ContextMethod, check_rank_agreement, collective_step, get_topology
 from omni_neuron_runtime import COUNTERS, compile_options, component_compiler_args, env, is_cpu_mode
 from vllm_omni_neuron.compilation import COMPILER_KINDS
 from vllm_omni_neuron.offload import weights_on_host
@@ -124,6 +124,11 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
     def sequence_parallel(self) -> bool:
         """Whether tokens are split over TP between row-parallel layers (the setting `tp_sequence_parallel`)."""
         return bool(model_settings(self.od_config).get("tp_sequence_parallel")) and get_topology().tp > 1
+
+    @property
+    def context_method(self) -> ContextMethod:
+        """How context parallelism shares keys and values (the setting `context_method`; "auto" without it)."""
+        return model_settings(self.od_config).get("context_method", "auto")
 
     @property
     def decodes(self) -> bool:
@@ -259,8 +264,9 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
     def compile(self, *, backend: Any, **options: Any) -> None:
         """Compile what the requests call, each as one graph a shape: components as the spec has them, then the rest.
 
-        Of a VAE its `decoder` and, where it has one, its `encoder`, which are called once for a chunk or a tile. The
-        model runner calls this where the platform has a compile backend; a graph is compiled when it is first called.
+        Of a VAE its `decoder` and, where it has one, its `encoder`, which are called once for a chunk or a tile; of
+        what the spec leaves on the host nothing. The model runner calls this where the platform has a compile backend;
+        a graph is compiled when it is first called.
         """
         self.compiled = True
 
@@ -268,7 +274,7 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
             own = compile_options(name, component_compiler_args(COMPILER_KINDS[kind]))
             return {"fullgraph": True, "dynamic": False, **options, "backend": backend, "options": own}
 
-        for component in self.spec.components:
+        for component in (one for one in self.spec.components if not one.host):
             for name, module in _graphs(component.name, component.kind, getattr(self, component.name, None)):
                 module.compile(**settings(name, component.kind))
         for name, owner, attribute, kind in self.extra_compiled():

@@ -47,6 +47,7 @@ class ComponentSpec:
         axes: the axes whose ranks share its weights or its work; none: it runs whole.
         reason: why it runs whole, where a reader would expect it to be split.
         optional: whether a checkpoint, or a rank, may be without it.
+        host: it stays on the host and is not compiled, such as an encoder of another library that runs once a request.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ComponentSpec:
     axes: tuple[SpecAxis, ...] = ()
     reason: str = ""
     optional: bool = False
+    host: bool = False
 
 
 @dataclass(frozen=True)
