@@ -30,6 +30,7 @@ from omni_neuron_parallel.planning import (
     plan_as_json,
     plan_memory,
     plan_traffic,
+    plan_work,
     suggest,
     suggestions_as_json,
 )
@@ -103,6 +104,45 @@ def test_tokens_and_their_padding() -> None:
     assert split.waste == pytest.approx(0.04)
     assert TokenSplit.of(96, Layout(4, 5)).stream == 20
     assert TokenSplit.of(3, Layout(1, 8)).padded == 8
+
+
+def joint_model() -> ModelSizes:
+    """The toy with its text as a second stream of 10 tokens, and a modulation that TP splits."""
+    one = model()
+    text = tuple(replace(linear, rows="joint") for linear in one.dit.linears)
+    modulation = Linear("modulation", one.hidden, 6 * one.hidden, 2 * one.layers, "column", "step")
+    weights = Weights((*one.dit.linears, *text, modulation), one.dit.vectors)
+    return replace(one, dit=weights, joint_text=True, norm_across_heads=False, vae=replace(one.vae, at_once=True))
+
+
+def test_a_text_that_joins_self_attention() -> None:
+    plain, joint = (Case(sizes, Layout(2, 3), SHAPE) for sizes in (model(), joint_model()))
+    assert (joint.tokens.rows, joint.tokens.joint, plain.tokens.joint) == (32, 10, 0)
+    work = {item.name: item for item in plan_work(joint)}
+    alone = {item.name: item for item in plan_work(plain)}
+    assert "cross-attention scores and values" not in work
+    scores = "self-attention scores and values"
+    assert work[scores].flops == pytest.approx(alone[scores].flops * 106**2 / 96**2)
+    assert work[scores].rank_flops == pytest.approx(alone[scores].rank_flops * (42 * 106) / (32 * 96))
+    assert work["feed-forward"].rank_flops == pytest.approx(alone["feed-forward"].rank_flops * 42 / 32)
+    assert "cross-attention K and V" not in {item.name for item in plan_memory(joint, GIB).items}
+
+    def sent(case: Case) -> dict[str, tuple[int, int]]:
+        return {item.name: (item.calls, item.message) for item in plan_traffic(case) if item.axis == "tp"}
+
+    assert sent(joint)["sums of feed-forward"] == (4, 42 * 128 * 2)
+    assert sent(joint)["modulation"] == (2, 4 * 6 * 128 * 2)
+    split = sent(Case(joint_model(), Layout(2, 3, sequence_parallel=True), SHAPE))
+    assert split["sums of feed-forward"] == (4, 32 * 128 * 2)
+    assert split["sums of the text's feed-forward"] == (4, 10 * 128 * 2)
+
+
+def test_a_vae_that_decodes_all_frames_together() -> None:
+    [frame], [clip] = (
+        [item.bytes for item in plan_memory(Case(sizes, Layout(), SHAPE), GIB).items if "largest layer" in item.name]
+        for sizes in (model(), joint_model())
+    )
+    assert clip == 3 * frame
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,16 @@ def plan_work(case: Case) -> tuple[Work, ...]:
     parts: dict[str, tuple[float, float]] = {}
     for linear in model.dit.applied_to(*tokens.of_rank):
         whole, local = parts.get(linear.name, (0.0, 0.0))
-        once = 1 if linear.rows == "step" else tokens.total
+        once = {"step": 1, "joint": tokens.joint}.get(linear.rows, tokens.total)
         parts[linear.name] = (whole + linear.flops(once, 1), local + linear.flops(tokens.of_rank[linear.rows], tp))
     work = [Work(name, model.branches * whole, case.forwards * local) for name, (whole, local) in parts.items()]
-    for name, keys in ((SELF_ATTENTION, tokens.total), (CROSS_ATTENTION, model.text_length)):
+    kinds = [(SELF_ATTENTION, tokens.total + tokens.joint)]
+    if not model.joint_text:
+        kinds.append((CROSS_ATTENTION, model.text_length))
+    for name, keys in kinds:
         # Scores and values: 2 · 2 · queries · keys · channels; one exponential a query, key and head.
-        whole = 4.0 * model.layers * tokens.total * keys * model.hidden
-        local = 4.0 * model.layers * tokens.rows * keys * case.local_hidden
+        whole = 4.0 * model.layers * (tokens.total + tokens.joint) * keys * model.hidden
+        local = 4.0 * model.layers * (tokens.rows + tokens.joint) * keys * case.local_hidden
         exponentials = local / (4.0 * model.head_dim)
         work.append(Work(name, model.branches * whole, case.forwards * local, case.forwards * exponentials))
     return tuple(work)
@@ -54,6 +57,7 @@ def hbm_bytes(case: Case) -> float:
     values = 0
     for linear in model.dit.applied_to(*tokens.of_rank):
         values += linear.count * tokens.of_rank[linear.rows] * sum(linear.local_shape(tp))
-    values += model.layers * (2 * tokens.rows + 2 * tokens.total) * case.local_hidden  # q, output, k, v
-    values += model.layers * (2 * tokens.rows + 2 * model.text_length) * case.local_hidden
+    values += model.layers * (2 * tokens.rows + 2 * tokens.total + 4 * tokens.joint) * case.local_hidden  # q, out, k, v
+    if not model.joint_text:
+        values += model.layers * (2 * tokens.rows + 2 * model.text_length) * case.local_hidden
     return float(case.forwards * (weights + values * model.itemsize))

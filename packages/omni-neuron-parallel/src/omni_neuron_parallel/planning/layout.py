@@ -143,23 +143,25 @@ class TokenSplit:
         rows: rows that the layers of one rank compute, ceil(S / cp): the same on every CP rank, the last ones padded.
         stream: rows that a rank holds between the layers: `rows`, with SP ceil(rows / tp).
         padded: rows of all CP ranks together.
+        joint: text tokens beside them, whole on every rank.
     """
 
     total: int
     rows: int
     stream: int
     padded: int
+    joint: int = 0
 
     @classmethod
-    def of(cls, tokens: int, layout: Layout) -> TokenSplit:
+    def of(cls, tokens: int, layout: Layout, joint: int = 0) -> TokenSplit:
         """The split of `tokens` in `layout`."""
         rows = -(-tokens // layout.cp)
-        return cls(tokens, rows, -(-rows // layout.tp) if layout.sequence_parallel else rows, rows * layout.cp)
+        return cls(tokens, rows, -(-rows // layout.tp) if layout.sequence_parallel else rows, rows * layout.cp, joint)
 
     @property
     def of_rank(self) -> dict[Rows, int]:
         """The rows that one rank computes in a step, by what a matrix is applied to."""
-        return {"tokens": self.rows, "stream": self.stream, "all": self.total, "step": 1}
+        return {"tokens": self.rows, "stream": self.stream, "all": self.total, "joint": self.joint, "step": 1}
 
     @property
     def waste(self) -> float:
@@ -178,7 +180,7 @@ class Case:
     @property
     def tokens(self) -> TokenSplit:
         """How the tokens fall on the ranks."""
-        return TokenSplit.of(self.shape.tokens(self.model), self.layout)
+        return TokenSplit.of(self.shape.tokens(self.model), self.layout, self.model.joint_length)
 
     @property
     def local_hidden(self) -> int:

@@ -116,13 +116,14 @@ def _resident(case: Case) -> Iterator[MemoryItem]:
     yield MemoryItem(
         "VAE decoder weights", model.vae.parameters * model.itemsize, "always", "whole, on the ranks that decode"
     )
-    yield MemoryItem(
-        "cross-attention K and V",
-        case.forwards * model.layers * 2 * model.text_length * case.local_hidden * model.itemsize,
-        "always",
-        f"{case.forwards} branches × {model.layers} layers × 2 × {model.text_length} tokens × {case.local_hidden} "
-        f"channels × {model.itemsize} B",
-    )
+    if not model.joint_text:
+        yield MemoryItem(
+            "cross-attention K and V",
+            case.forwards * model.layers * 2 * model.text_length * case.local_hidden * model.itemsize,
+            "always",
+            f"{case.forwards} branches × {model.layers} layers × 2 × {model.text_length} tokens × {case.local_hidden} "
+            f"channels × {model.itemsize} B",
+        )
     yield MemoryItem(
         "unnamed term of the fork's sum",
         round(MEASURED.unnamed),
@@ -182,9 +183,10 @@ def _layer_activations(case: Case) -> MemoryItem:
     attention = model.hidden + 4 * case.local_hidden
     feed_forward = 2 * model.hidden + 2 * shard_size(model.ffn, case.layout.tp)
     inside = max(attention, feed_forward)
-    size = tokens.stream * model.hidden * (model.itemsize + FLOAT32) + tokens.rows * inside * model.itemsize
+    stream, rows = tokens.stream + tokens.joint, tokens.rows + tokens.joint
+    size = stream * model.hidden * (model.itemsize + FLOAT32) + rows * inside * model.itemsize
     formula = (
-        f"{tokens.stream} × {model.hidden} × ({model.itemsize} + {FLOAT32}) B + {tokens.rows} × {inside} × "
+        f"{stream} × {model.hidden} × ({model.itemsize} + {FLOAT32}) B + {rows} × {inside} × "
         f"{model.itemsize} B: the larger of attention (input, q, k, v, output) and feed-forward (input, output, inside "
         "before and after its activation)"
     )
@@ -206,12 +208,13 @@ def _key_values(case: Case) -> MemoryItem:
 
 def _decoding(case: Case) -> Iterator[MemoryItem]:
     model, vae = case.model, case.model.vae
-    _, height, width = case.shape.latent(model)
+    frames, height, width = case.shape.latent(model)
     tiles = tile_plan(case)
     if tiles is not None:
         height, width = tiles.tile
     where = f"a tile of {height * vae.spatial_stride}×{width * vae.spatial_stride}" if tiles else "the whole frame"
     positions = height * width
+    frames = frames if vae.at_once else 1
     yield MemoryItem(
         "VAE feature cache",
         2 * vae.cached_elements * positions * model.itemsize,
@@ -221,9 +224,9 @@ def _decoding(case: Case) -> Iterator[MemoryItem]:
     )
     yield MemoryItem(
         "VAE activations of its largest layer",
-        vae.peak_elements * positions * model.itemsize,
+        vae.peak_elements * frames * positions * model.itemsize,
         "decoding",
-        f"{vae.peak_elements} elements × {positions} latent positions × {model.itemsize} B",
+        f"{vae.peak_elements} elements × {frames} frame(s) × {positions} latent positions × {model.itemsize} B",
     )
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from omni_neuron_parallel.layers import shard_size
 
 Split = Literal["column", "row", "whole"]
-Rows = Literal["tokens", "stream", "all", "text", "step", "lookup"]
+Rows = Literal["tokens", "stream", "all", "joint", "text", "step", "lookup"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,10 @@ class Linear:
         outputs: features out.
         count: how many alike, usually the layers.
         split: over TP: "column" the outputs, "row" the inputs (its results are summed over TP), "whole" on every rank.
+            Outputs of one row a "step" are gathered over TP, those of all such matrices at once.
         rows: what it is applied to. In every step: a CP rank's "tokens", the "stream" that a rank holds between layers
-            (with SP a TP-th of them), "all" tokens of the video on every rank, or one row a "step". Once a request: the
-            "text". Or a "lookup" of rows, which costs no FLOPs.
+            (with SP a TP-th of them), "all" tokens of the video on every rank, the "joint" tokens of a text, or one row
+            a "step". Once a request: the "text". Or a "lookup" of rows, which costs no FLOPs.
         bias: whether there is one; of a row-split matrix every rank holds it whole.
         multiple_of: what must stay together when it is split, such as the channels of a head.
         itemsize: bytes an element; None for the model's.
@@ -111,7 +112,7 @@ class Weights:
 class VaeSizes:
     """The decoder of a VAE that decodes one latent frame at a time and remembers the last frames of each convolution.
 
-    The video waits on the host, so nothing here grows with its frames.
+    The video waits on the host, so nothing here grows with its frames; unless it decodes all frames `at_once`.
 
     Attributes:
         parameters: of the decoder.
@@ -123,6 +124,7 @@ class VaeSizes:
             output), a latent position of one frame.
         tile_pixels: height and width of a tile.
         tile_stride: pixels from one tile's start to the next one's.
+        at_once: whether it decodes all frames together, and remembers none.
     """
 
     parameters: int
@@ -133,12 +135,17 @@ class VaeSizes:
     peak_elements: int
     tile_pixels: int
     tile_stride: int
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
 class ModelSizes:
     """A video diffusion model: a transformer of equal layers (self-attention over all tokens of the video,
     cross-attention on a text, feed-forward), one or more experts of it in turn, a text encoder, a VAE.
+
+    With `joint_text` the text is a second stream of tokens instead, with matrices of its own (rows "joint") in every
+    layer, whole on every CP rank and whole with SP; both streams meet in self-attention, and there is no
+    cross-attention. Without SP the sums of its row-split matrices travel with those of the video's of the same name.
 
     Attributes:
         name: how the command line calls it.
@@ -155,6 +162,7 @@ class ModelSizes:
         text_encoder: its weights; heads, features and vocabulary split over TP.
         vae: the VAE.
         itemsize: bytes of an element of weights and activations.
+        joint_text: whether the text is a second stream.
     """
 
     name: str
@@ -171,6 +179,12 @@ class ModelSizes:
     text_encoder: Weights
     vae: VaeSizes
     itemsize: int = 2
+    joint_text: bool = False
+
+    @property
+    def joint_length(self) -> int:
+        """Text tokens that go through the layers in every step."""
+        return self.text_length if self.joint_text else 0
 
     @property
     def hidden(self) -> int:

@@ -76,6 +76,7 @@ def _tensor_parallel(case: Case) -> Iterator[Traffic]:
     tp = layout.tp
     if tp == 1:
         return
+    joint = {linear.name: linear for linear in model.dit.applied_to("joint") if linear.split == "row"}
     for linear in model.dit.applied_to("tokens"):
         if linear.split != "row":
             continue
@@ -85,9 +86,16 @@ def _tensor_parallel(case: Case) -> Iterator[Traffic]:
             summed, entering = (rows * width * model.itemsize for width in (linear.outputs, model.hidden))
             yield Traffic("tp", f"sums of {linear.name}", "reduce_scatter", tp, calls, summed)
             yield Traffic("tp", f"tokens entering {linear.name}", "all_gather", tp, calls, entering)
+            if linear.name in joint:
+                summed = tokens.joint * linear.outputs * model.itemsize
+                yield Traffic("tp", f"sums of the text's {linear.name}", "all_reduce", tp, calls, summed)
         else:
-            summed = tokens.rows * linear.outputs * model.itemsize
+            rows = tokens.rows + (tokens.joint if linear.name in joint else 0)
+            summed = rows * linear.outputs * model.itemsize
             yield Traffic("tp", f"sums of {linear.name}", "all_reduce", tp, calls, summed)
+    gathered = sum(linear.count * linear.outputs for linear in model.dit.applied_to("step") if linear.split == "column")
+    if gathered:
+        yield Traffic("tp", "modulation", "all_gather", tp, forwards, gathered * model.itemsize)
     if layout.sequence_parallel:
         final = tokens.stream * tp * model.token_outputs * model.itemsize
         yield Traffic("tp", "predicted tokens", "all_gather", tp, forwards, final)
