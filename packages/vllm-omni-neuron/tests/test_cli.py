@@ -155,23 +155,20 @@ def test_versions_outside_the_declared_bounds(healthy: pytest.MonkeyPatch) -> No
     report = Report()
     checks.check_packages(report)
     [problem] = report.problems
-    assert "vllm-omni 0.31.1 is installed, but vllm-omni-neuron needs" in problem
-
-
-@pytest.mark.parametrize(
-    ("version", "within"), [("0.30.0", True), ("0.30.1.dev3", True), ("0.31", False), ("0.29.9", False), ("1.0", False)]
-)
-def test_bounds(version: str, within: bool) -> None:
-    assert checks._within(version, "<0.31,>=0.30") is within
+    assert problem == (
+        "vllm-omni-neuron needs vllm-omni<0.31,>=0.30, and 0.31.1 is installed; pip install 'vllm-omni<0.31,>=0.30'"
+    )
 
 
 def test_another_platform_is_a_problem(healthy: pytest.MonkeyPatch) -> None:
     answer = {**PLATFORM, "vllm_omni": "vllm_omni.platforms.interface.UnspecifiedOmniPlatform"}
-    script = f"print({checks._PROBE_MARK!r} + {json.dumps(json.dumps(answer))})"
-    healthy.setattr(checks, "_PROBE", script)
+    broken = ["pipeline a.A of acme 1: no"]
+    said = json.dumps({**answer, "broken_pipelines": broken})
+    healthy.setattr(checks, "_PROBE", f"print({checks._PROBE_MARK!r} + {said!r})")
     report = Report(sections={"devices": {"active": True}})
     assert checks.check_platform(report) == answer
-    assert "UnspecifiedOmniPlatform, not vllm_omni_neuron" in report.problems[0]
+    assert report.problems[:1] == broken
+    assert "UnspecifiedOmniPlatform, not vllm_omni_neuron" in report.problems[1]
 
 
 @pytest.mark.parametrize(
@@ -193,12 +190,13 @@ def test_a_platform_probe_that_hangs(healthy: pytest.MonkeyPatch) -> None:
     assert "did not resolve a platform within 0.5 s" in report.problems[0]
 
 
-def write_distribution(folder: Path, name: str, module: str) -> None:
+def write_distribution(folder: Path, name: str, module: str, requirements: tuple[str, ...] = ()) -> None:
     """A distribution with one entry point in the models' group."""
     (folder / f"{name.replace('-', '_')}_models.py").write_text(module)
     info = folder / f"{name.replace('-', '_')}-1.2.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    requires = "".join(f"Requires-Dist: {line}\n" for line in requirements)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n{requires}")
     (info / "entry_points.txt").write_text(f"[vllm_omni_neuron.models]\n{name} = {name.replace('-', '_')}_models\n")
 
 
@@ -217,32 +215,62 @@ def command(tmp_path: Path, *arguments: str, shadow: str | None = None) -> subpr
     )
 
 
-def test_doctor_and_models_name_a_broken_model_package(tmp_path: Path) -> None:
-    write_distribution(tmp_path, "broken-video", "raise RuntimeError('no such accelerator')")
+SPEC = """
+from vllm_omni_neuron.sdk import FEATURES, ComponentSpec, ModelSpec
+
+SPEC = ModelSpec(
+    "GoodPipeline", "Good Video 1", "video", (ComponentSpec("transformer", "transformer", ("tp",), "", False),),
+    {**dict.fromkeys(FEATURES, True), "lora": "not trained with any"}, axes={"tp": None, "cfg": 2}, dtypes=("float32",),
+    environment={"GOOD_VIDEO": "1"},
+)
+"""
+
+
+def test_doctor_and_models_name_faults_between_packages_and_show_the_rest(tmp_path: Path) -> None:
+    """One raises, one is for another SDK, one lacks a requirement and a spec, two claim one architecture."""
     entry = {"model_arch": "GoodPipeline", "class_name": "Good", "module_name": "good.pipeline"}
-    write_distribution(tmp_path, "good-video", f"PIPELINE_REGISTRY = [{entry!r}]")
+    declared = f"PIPELINE_REGISTRY = [{entry!r}]\n"
+    specs = "SDK = 1\nMODEL_SPECS = {'GoodPipeline': 'good_video_models:SPEC'}\n"
+    write_distribution(tmp_path, "broken-video", "raise RuntimeError('no such accelerator')")
+    write_distribution(tmp_path, "future-video", "raise SystemExit", ("omni-neuron-runtime>=9",))
+    write_distribution(tmp_path, "good-video", declared + specs + SPEC)
+    write_distribution(tmp_path, "late-video", declared)
+    lacks = (
+        declared.replace("GoodPipeline", "LacksPipeline") + "SDK = 1\nMODEL_SPECS = {'LacksPipeline': 'gone:SPEC'}\n"
+    )
+    write_distribution(tmp_path, "lacks-video", lacks, ("no-such-lib",))
+    faults = {
+        "broken-video 1.2": "RuntimeError: no such accelerator",
+        "future-video 1.2": "needs omni-neuron-runtime>=9, and ",
+        "lacks-video 1.2": "needs no-such-lib, and it is not installed; pip install 'no-such-lib'",
+        "'gone:SPEC' of lacks-video": "No module named 'gone'",
+    }
 
     result = command(tmp_path, "doctor", "--json")
     assert result.returncode == 1, result.stderr
     report = json.loads(result.stdout)
-    [problem] = [text for text in report["problems"] if "broken-video" in text]
-    assert "broken-video 1.2 (vllm_omni_neuron.models) does not load: RuntimeError: no such accelerator" in problem
+    for who, what in faults.items():
+        assert [text for text in report["problems"] if who in text and what in text], (who, report["problems"])
+    assert any("GoodPipeline of late-video is not used: good-video 1.2 claims" in note for note in report["notes"])
+    [good] = [row for row in report["models"] if row["distribution"] == "good-video"]
+    assert (good["status"], good["problems"]) == ("registered", [])
+    assert good["spec"]["title"] == "Good Video 1"
+    assert {"name": "GOOD_VIDEO", "value": "1", "source": "good-video", "replaced": None} in good["environment"]
 
-    result = command(tmp_path, "models", "--json")
-    assert result.returncode == 1, result.stderr
-    rows = {row["distribution"]: row for row in json.loads(result.stdout)}
-    assert rows["good-video"]["status"] == "registered"
-    assert rows["good-video"]["architecture"] == "GoodPipeline"
-    assert rows["broken-video"]["status"] == "failed"
-    assert "no such accelerator" in rows["broken-video"]["reason"]
-
-
-def test_models_shows_a_table(tmp_path: Path) -> None:
-    entry = {"model_arch": "GoodPipeline", "class_name": "Good", "module_name": "good.pipeline"}
-    write_distribution(tmp_path, "good-video", f"PIPELINE_REGISTRY = [{entry!r}]")
-    result = command(tmp_path, "models")
-    assert "GoodPipeline" in result.stdout
-    assert "good.pipeline.Good" in result.stdout
+    shown = command(tmp_path, "models")
+    assert shown.returncode == 1, shown.stderr
+    assert "SystemExit" not in shown.stdout, "a package for another SDK was imported"
+    for text in (
+        *faults.values(),
+        "pip install --upgrade future-video omni-neuron-runtime",
+        "Good Video 1",
+        "TP, CFG ≤ 2",
+        "good.pipeline.Good",
+        "GoodPipeline, lora: not trained with any",
+        "GoodPipeline: GOOD_VIDEO=1 (good-video)",
+        "WanPipeline: NEURON_SCRATCHPAD_PAGE_SIZE=2048 (base)",
+    ):
+        assert text in shown.stdout, text
 
 
 def test_doctor_works_where_the_runtime_package_is_broken(tmp_path: Path) -> None:

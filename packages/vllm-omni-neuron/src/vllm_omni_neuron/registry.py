@@ -177,6 +177,18 @@ def register_models() -> list[RegisteredModel]:
     return models
 
 
+def broken_pipelines() -> list[str]:
+    """Why pipelines of registered models cannot be imported. Imports all that can be, and vLLM with them."""
+    found = []
+    for model in discover_models():
+        if model.status == "registered":
+            try:
+                model.import_pipeline()
+            except ModelPackageError as error:
+                found.append(str(error))
+    return found
+
+
 def declare_output_types() -> None:
     """Tell vLLM-Omni what the models make; it asks for that before it loads plugins and `register_models` runs."""
     from vllm_omni_neuron.compat import set_final_output_type

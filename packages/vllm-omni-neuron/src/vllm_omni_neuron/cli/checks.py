@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,12 +17,14 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
 from vllm_omni_neuron import shared_memory
+from vllm_omni_neuron.requirements import how_to_meet, installed_version, requirements_of, unmet_requirements
 
 from .models import describe
 
 DISTRIBUTION = "vllm-omni-neuron"
-OPTIONAL_PACKAGES = ("omni-neuron-wan22", "omni-neuron-kernels", "omni-neuron-nkisim", "omni-neuron-testkit")
 PARALLEL_DISTRIBUTION = "omni-neuron-parallel"  # the worker uses it whatever VLLM_PLUGINS names
 LIBRARIES = ("transformers", "diffusers", "safetensors")
 ENTRY_POINT_GROUPS = (
@@ -41,8 +42,10 @@ PROBE_SECONDS = 300
 _PROBE_MARK = "vllm-omni-neuron-probe:"
 _PROBE = f"""
 import json, vllm.platforms, vllm_omni.platforms
+from vllm_omni_neuron.registry import broken_pipelines
 name = lambda instance: type(instance).__module__ + "." + type(instance).__qualname__
 found = {{"vllm": name(vllm.platforms.current_platform), "vllm_omni": name(vllm_omni.platforms.current_omni_platform)}}
+found["broken_pipelines"] = broken_pipelines()
 print({_PROBE_MARK!r} + json.dumps(found))
 """
 
@@ -74,45 +77,24 @@ def run_checks(progress: Callable[[str], None] = lambda name: None) -> Report:
 
 
 def check_packages(report: Report) -> list[dict[str, Any]]:
-    """Installed versions against the bounds that this package declares."""
-    rows = [_package_row(DISTRIBUTION, "")]
-    for requirement in metadata.requires(DISTRIBUTION) or []:
-        if ";" in requirement:
-            continue  # extras
-        [name, bounds] = re.fullmatch(r"([\w.-]+)(.*)", requirement.replace(" ", "")).groups()  # type: ignore[union-attr]
-        rows.append(_package_row(name, bounds))
-    rows += [_package_row(name, "") for name in LIBRARIES]
-    for row in rows:
-        if row["version"] is None and row["name"] not in LIBRARIES:
-            report.problems.append(f"{row['name']} is not installed; pip install '{row['name']}{row['required']}'")
-        elif row["version"] is not None and not _within(row["version"], row["required"]):
-            report.problems.append(
-                f"{row['name']} {row['version']} is installed, but {DISTRIBUTION} needs {row['required']}"
-            )
-    rows += [row for row in (_package_row(name, "") for name in OPTIONAL_PACKAGES) if row["version"] is not None]
-    return rows
+    """Installed versions against the bounds that this package declares; then libraries and siblings, as they are."""
+    rows = [_package_row(DISTRIBUTION)]
+    rows += [_package_row(one.name, str(one.specifier)) for one in requirements_of(DISTRIBUTION)]
+    for unmet in unmet_requirements(DISTRIBUTION):
+        report.problems.append(f"{DISTRIBUTION} {unmet}; {how_to_meet(DISTRIBUTION, [unmet])}")
+    siblings = sorted(
+        {
+            canonicalize_name(distribution.name)
+            for distribution in metadata.distributions()
+            if distribution.name and canonicalize_name(distribution.name).startswith("omni-neuron-")
+        }
+    )
+    named = {canonicalize_name(row["name"]) for row in rows}
+    return rows + [_package_row(name) for name in (*LIBRARIES, *siblings) if name not in named]
 
 
-def _package_row(name: str, required: str) -> dict[str, Any]:
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        version = None
-    return {"name": name, "version": version, "required": required}
-
-
-def _within(version: str, bounds: str) -> bool:
-    """Whether `version` satisfies bounds made of >= and <, the only ones that our packages declare."""
-    number = _release(version)
-    for sign, bound in re.findall(r"(>=|<)([\d.]+)", bounds):
-        limit = _release(bound)
-        if number < limit if sign == ">=" else number >= limit:
-            return False
-    return True
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.match(r"\d+(\.\d+)*", version)[0].split("."))  # type: ignore[index]
+def _package_row(name: str, required: str = "") -> dict[str, Any]:
+    return {"name": name, "version": installed_version(name), "required": required}
 
 
 def check_system(report: Report) -> dict[str, Any]:
@@ -156,13 +138,15 @@ def check_devices(report: Report) -> dict[str, Any]:
 
 
 def check_entry_points(report: Report) -> list[dict[str, Any]]:
-    """Every entry point in every group that these packages use: loaded, or why not."""
+    """Every entry point in every group that these packages use: loaded, or why not. `check_models` loads models."""
     import omni_neuron_runtime as runtime
+    from vllm_omni_neuron.registry import GROUP
 
     rows = []
     for group in ENTRY_POINT_GROUPS:
         providers = runtime.discover_providers(group, unfiltered=(PARALLEL_DISTRIBUTION,))
-        providers.load_all()
+        if group != GROUP:
+            providers.load_all()
         for provider in providers:
             rows.append(
                 {
@@ -188,12 +172,21 @@ def check_models(report: Report) -> list[dict[str, Any]]:
     from vllm_omni_neuron.registry import discover_models
 
     rows = [describe(model) for model in discover_models()]
-    unloadable = {row["name"] for row in report.sections.get("entry_points") or [] if row["status"] == "failed"}
     for row in rows:
-        if row["status"] == "failed" and row["entry_point"] not in unloadable:
+        if row["status"] == "failed":
             report.problems.append(f"models of {row['distribution']} {row['version']} cannot be used: {row['reason']}")
         elif row["status"] == "shadowed" and row["architecture"]:
             report.notes.append(f"{row['architecture']} of {row['distribution']} is not used: {row['reason']}")
+        for variable in row["environment"]:
+            if variable["replaced"] is not None:
+                report.notes.append(
+                    f"{variable['name']}={variable['value']} is set and stays, where {row['architecture']} of "
+                    f"{row['distribution']} would have {variable['replaced']}"
+                )
+    # The architectures of one distribution share what it lacks.
+    report.problems += dict.fromkeys(
+        f"{row['distribution']} {row['version']}: {problem}" for row in rows for problem in row["problems"]
+    )
     if not any(row["status"] == "registered" for row in rows):
         report.notes.append(
             "no model package can be used: `generate` has nothing to run; pip install omni-neuron-wan22"
@@ -267,7 +260,10 @@ def check_environment(report: Report) -> list[dict[str, Any]]:
 
 
 def check_platform(report: Report) -> dict[str, Any]:
-    """The platforms that vLLM and vLLM-Omni resolve, asked in a process of its own: it may hang or crash."""
+    """The platforms that vLLM and vLLM-Omni resolve, and whether the models' pipelines can be imported.
+
+    Asked in a process of its own: it may hang or crash.
+    """
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         probe = subprocess.run(
@@ -282,6 +278,7 @@ def check_platform(report: Report) -> dict[str, Any]:
         report.problems.append(f"vLLM-Omni cannot be imported: {last}")
         return {"vllm": None, "vllm_omni": None}
     found: dict[str, Any] = json.loads(answers[-1].removeprefix(_PROBE_MARK))
+    report.problems += found.pop("broken_pipelines")
     devices = report.sections.get("devices")
     if devices and devices["active"] and found["vllm_omni"] != OUR_OMNI_PLATFORM:
         report.problems.append(f"vLLM-Omni resolves the platform {found['vllm_omni']}, not {OUR_OMNI_PLATFORM}")
