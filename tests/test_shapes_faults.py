@@ -57,8 +57,8 @@ def prompts_swapped(pipeline: NeuronWanPipeline) -> Iterator[None]:
 
     def swapped(request: Any, *arguments: Any) -> Any:
         texts = encode(request, *arguments)
-        negative, positive = texts.prompt_embeds, texts.negative_prompt_embeds
-        return dataclasses.replace(texts, prompt_embeds=positive, negative_prompt_embeds=negative)
+        positive, negative = texts.encoded["negative"], texts.encoded["positive"]
+        return dataclasses.replace(texts, encoded={"positive": positive, "negative": negative})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "encode", swapped)

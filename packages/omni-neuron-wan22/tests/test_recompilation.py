@@ -24,7 +24,7 @@ def graphs_of(pipeline: Any, prompt: str = "a cat", **changes: Any) -> int:
     request = pipeline.resolve(prompt, parameters)
     trajectory = pipeline.encode(request)
     for number in range(request.num_outputs_per_prompt):
-        assert pipeline.generate_video(pipeline.prepare_latents(request, number=number), trajectory) is not None
+        assert pipeline.generate(pipeline.prepare_latents(request, number=number), trajectory) is not None
     return COUNTERS.graphs - before
 
 

@@ -13,20 +13,18 @@ decide each for itself, wherever they are computed, so CFG parallelism changes n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 
 from omni_neuron_parallel import get_group
-from omni_neuron_runtime import Component
 from omni_neuron_wan22.cache_settings import CacheSettings
 from omni_neuron_wan22.transformer import CrossAttentionKV, Tokens, WanTransformer3DModel
 
 Branch = Literal["positive", "negative"]
 BRANCHES: tuple[Branch, ...] = ("positive", "negative")
-CompileSettings = Callable[[str, Component], dict[str, Any]]
 
 
 class StepRule(Protocol):
@@ -52,11 +50,6 @@ class CachedExpert:
         self.first = settings.Fn_compute_blocks
         self.last = len(model.blocks) - settings.Bn_compute_blocks
         self.groups = (get_group("tp"), model.context_group)
-
-    def compile(self, name: str, settings: CompileSettings) -> None:
-        """Compile each part at its first call; `settings` are `torch.compile`'s by the graph's name."""
-        for part in ("front", "compute", "reuse"):
-            setattr(self, part, torch.compile(getattr(self, part), **settings(f"{name}.cache_{part}", "transformer")))
 
     def front(
         self,
@@ -144,6 +137,9 @@ class BlockCache:
         experts: by name.
         settings: which blocks are always computed; the rest is reported only.
         rule: what decides.
+
+    Attributes:
+        compiled: whether `graphs` are.
     """
 
     def __init__(self, experts: Mapping[str, WanTransformer3DModel], settings: CacheSettings, rule: StepRule):
@@ -153,14 +149,14 @@ class BlockCache:
         self._kept: dict[tuple[str, Branch], _Kept] = {}
         self._records: dict[tuple[str, Branch], list[StepRecord]] = {}
         self._num_steps = 0
-        self._compiled = False
+        self.compiled = False
         self._reuse_is_compiled: set[tuple[str, torch.Size]] = set()
 
-    def compile(self, settings: CompileSettings) -> None:
-        """Compile the experts' graphs at their first call."""
-        self._compiled = True
+    def graphs(self) -> Iterator[tuple[str, CachedExpert, str]]:
+        """What can be compiled, each as one graph: its name, the object and the method."""
         for name, expert in self._experts.items():
-            expert.compile(name, settings)
+            for part in ("front", "compute", "reuse"):
+                yield f"{name}.cache_{part}", expert, part
 
     def begin(self, num_steps: int) -> None:
         """Forget the last video, finished or not; the next one has `num_steps` steps."""
@@ -206,7 +202,7 @@ class BlockCache:
             return expert.reuse(tokens, kept.middle, cross_attention_kv_cache, shape)
         prediction, middle = expert.compute(tokens, cross_attention_kv_cache, shape)
         self._kept[name, branch] = _Kept(added, middle)
-        if self._compiled and (name, shape) not in self._reuse_is_compiled:
+        if self.compiled and (name, shape) not in self._reuse_is_compiled:
             # Now, in a step that compiles anyway, and on all ranks at once; later one branch alone might need it.
             self._reuse_is_compiled.add((name, shape))
             expert.reuse(tokens, middle, cross_attention_kv_cache, shape)
