@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A toy text-to-video model: the example of a model package for vllm-omni-neuron."""
+"""Acme toy video for vLLM-Omni on Neuron."""
+
+from acme_toy_video.__about__ import __version__
+
+__all__ = ["__version__"]

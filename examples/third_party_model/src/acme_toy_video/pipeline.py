@@ -1,118 +1,124 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The toy pipeline: prompt, seed, size and steps decide the frames; one weight is split over the ranks."""
+"""The pipeline: what of it is this model's own."""
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, get_tp_group
-from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
-from vllm_omni.diffusion.request import OmniDiffusionRequest
+from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni_neuron import model_settings
+from vllm_omni_neuron.sdk import (
+    ComponentKind,
+    DiffusersCheckpoint,
+    GenerationRequest,
+    ModelSpec,
+    NeuronDiffusionPipeline,
+    RequestRules,
+    Trajectory,
+    check_tensor_parallel,
+    tokenize,
+)
 
-HIDDEN = 8  # must be divisible by the tensor-parallel size
-DEFAULT_STEPS = 4
+from .config import TextEncoderConfig, TransformerConfig, VaeConfig
+from .spec import SPEC
+from .text_encoder import TextEncoder, text_encoder_mapping
+from .transformer import TextKeysValues, Transformer, transformer_mapping
+from .vae import Vae, vae_mapping
+
+TextRows = tuple[torch.Tensor, torch.Tensor]
 
 
-def get_toy_pre_process_func(od_config: OmniDiffusionConfig) -> Callable[[OmniDiffusionRequest], OmniDiffusionRequest]:
-    """Check the configuration once, before any worker starts; the function returned checks each request."""
-    tp = od_config.parallel_config.tensor_parallel_size
-    if HIDDEN % tp:
-        valid = [size for size in range(1, HIDDEN + 1) if HIDDEN % size == 0]
-        raise ValueError(
-            f"tensor_parallel_size={tp} does not divide the toy model's {HIDDEN} channels; use one of {valid}"
+class AcmeToyVideoPipeline(NeuronDiffusionPipeline):
+    """Text to video over any mix of tensor, sequence, context and CFG parallelism."""
+
+    spec: ClassVar[ModelSpec] = SPEC
+
+    @classmethod
+    def check_engine(cls, od_config: OmniDiffusionConfig, checkpoint: DiffusersCheckpoint) -> None:
+        """Refuse a checkpoint without a component, and a TP size that does not divide the heads."""
+        checkpoint.check_components("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
+        config = checkpoint.config("transformer", TransformerConfig)
+        check_tensor_parallel(od_config.parallel_config.tensor_parallel_size, config.num_heads)
+
+    @classmethod
+    def request_rules(cls, od_config: OmniDiffusionConfig, checkpoint: DiffusersCheckpoint) -> RequestRules:
+        """Defaults, and the sizes that patches and decoder allow."""
+        patch = checkpoint.config("transformer", TransformerConfig).patch
+        return RequestRules(
+            height=32,
+            width=48,
+            num_frames=5,
+            fps=8,
+            num_inference_steps=8,
+            guidance_scale=4.0,
+            max_sequence_length=32,
+            spatial_stride=patch * checkpoint.config("vae", VaeConfig).stride,
+            temporal_stride=1,
         )
 
-    def pre_process(request: OmniDiffusionRequest) -> OmniDiffusionRequest:
-        if not prompt_of(request):
-            raise ValueError("the prompt is empty")
-        return request
+    @classmethod
+    def num_tokens(cls, request: GenerationRequest, checkpoint: DiffusersCheckpoint) -> int:
+        """Patches of all frames."""
+        patch = checkpoint.config("transformer", TransformerConfig).patch
+        pixels = patch * checkpoint.config("vae", VaeConfig).stride
+        return request.num_frames * (request.height // pixels) * (request.width // pixels)
 
-    return pre_process
-
-
-def prompt_of(request: OmniDiffusionRequest) -> str:
-    """The request's text: a prompt is a string or a dict."""
-    prompt = request.prompt
-    return prompt if isinstance(prompt, str) else prompt.get("prompt") or ""
-
-
-class PromptColour(nn.Module):
-    """The prompt's colour; the hidden channels, over which it sums, are split over the tensor-parallel ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        tp, self.rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        full = torch.linspace(-1.0, 1.0, HIDDEN * 3, dtype=torch.float32).reshape(HIDDEN, 3)
-        self.weight = nn.Parameter(full.chunk(tp)[self.rank].clone(), requires_grad=False)
-
-    def forward(self, embedding: torch.Tensor) -> torch.Tensor:
-        """The colour `[3]` of an embedding `[HIDDEN]`; every rank returns the same one."""
-        mine = embedding.chunk(HIDDEN // self.weight.shape[0])[self.rank]
-        summed: torch.Tensor = get_tp_group().all_reduce(mine @ self.weight)
-        return torch.tanh(summed)
-
-
-class ToyDenoiser(nn.Module):
-    """Pulls every pixel towards the prompt's colour."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.colour = PromptColour()
-
-    def forward(self, latents: torch.Tensor, embedding: torch.Tensor, timestep: float) -> torch.Tensor:
-        """Noise estimate `[frames, height, width, 3]` for latents of that shape and an embedding `[HIDDEN]`."""
-        return (latents - self.colour(embedding)) * timestep
-
-
-class ToyVideoPipeline(nn.Module):
-    """What vLLM-Omni's runner needs of a pipeline: `__init__(od_config=…)`, `load_weights`, `forward`, `device`."""
-
-    # Declared components: the runner compiles and observes these, whatever they are called.
-    _dit_modules: ClassVar[list[str]] = ["denoiser"]
-    _encoder_modules: ClassVar[list[str]] = []
-    _vae_modules: ClassVar[list[str]] = []
-
-    # Nothing for vLLM-Omni's own weight loader; a real model loads its safetensors in `load_weights`.
-    weights_sources: ClassVar[tuple[()]] = ()
-
-    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
-        super().__init__()
-        self.od_config = od_config
-        self.device = torch.device("cpu")
-        self.denoiser = ToyDenoiser()
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Names of the parameters that are loaded; the toy makes its own."""
-        return {name for name, _ in self.named_parameters()}
-
-    def predict_noise(self, **inputs: Any) -> torch.Tensor:
-        """One call of the denoiser: the seam that tensor capture observes."""
-        noise: torch.Tensor = self.denoiser(**inputs)
-        return noise
-
-    def forward(self, batch: Any) -> DiffusionOutput:
-        """Frames `[frames, height, width, 3]`, uint8."""
-        [request] = batch.requests
-        sampling = request.sampling_params
-        shape = (sampling.num_frames, sampling.height, sampling.width, 3)
-        # The runner has made the generator from the seed; the noise is drawn whole, in float32, on every rank.
-        latents = torch.randn(shape, generator=sampling.generator, dtype=torch.float32)
-        digest = hashlib.sha256(prompt_of(request).encode()).digest()[:HIDDEN]
-        embedding = torch.tensor(list(digest), dtype=torch.float32) / 255
-        steps = sampling.num_inference_steps or DEFAULT_STEPS
-        pause_s = float((sampling.extra_args or {}).get("seconds_per_step", 0.0))
-        started = time.perf_counter()
-        for step in range(steps):
-            timestep = 1.0 - step / steps
-            latents = latents - self.predict_noise(latents=latents, embedding=embedding, timestep=timestep) / 2
-            time.sleep(pause_s)
-        video = ((latents.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-        return DiffusionOutput(
-            output={"payload": {"video": video}, "metadata": {"video": {"fps": 8}}},
-            stage_durations={"denoise": time.perf_counter() - started},
+    def load_components(self) -> None:
+        """Every rank has its shards of text encoder and DiT; the decoder is where it is used."""
+        checkpoint, where = self.checkpoint, {"dtype": self.dtype, "device": self.device}
+        self.tokenizer = checkpoint.tokenizer()
+        text_config = checkpoint.config("text_encoder", TextEncoderConfig)
+        self.text_encoder = checkpoint.load(
+            "text_encoder", lambda group: TextEncoder(text_config, group=group), text_encoder_mapping(), **where
         )
+        self.config = checkpoint.config("transformer", TransformerConfig)
+        self.transformer = checkpoint.load(
+            "transformer",
+            lambda group: Transformer(
+                self.config,
+                group=group,
+                sequence_parallel=self.sequence_parallel,
+                context_method=model_settings(self.od_config).get("context_method", "auto"),
+            ),
+            transformer_mapping(self.config),
+            **where,
+        )
+        self.vae_config = checkpoint.config("vae", VaeConfig)
+        self.vae = None
+        if self.decodes:
+            self.vae = checkpoint.load("vae", lambda _: Vae(self.vae_config), vae_mapping(), **where)
+
+    def encode_prompt(self, text: str, request: GenerationRequest) -> TextRows:
+        """The encoded text `[1, L, text_width]` and which rows of it are text, bool `[1, L]`."""
+        token_ids, mask = tokenize(self.tokenizer, text, request.max_sequence_length)
+        return self.text_encoder(token_ids.to(self.device)), mask.to(self.device, torch.bool)
+
+    def condition_model(self, name: str, encoded: TextRows, trajectory: Trajectory) -> TextKeysValues:
+        """The text's keys and values in every block, which are those of all steps."""
+        return self.transformer.project_text(*encoded)
+
+    def extra_compiled(self) -> Iterator[tuple[str, Any, str, ComponentKind]]:
+        """What runs beside the components' forward."""
+        yield "transformer.project_text", self.transformer, "project_text", "transformer"
+
+    def latent_shape(self, request: GenerationRequest) -> tuple[int, ...]:
+        """`[1, C, T, h, w]`."""
+        stride = self.vae_config.stride
+        return (1, self.config.channels, request.num_frames, request.height // stride, request.width // stride)
+
+    def model_inputs(
+        self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: TextKeysValues, trajectory: Trajectory
+    ) -> dict[str, Any]:
+        """The keywords of `Transformer.forward`."""
+        return {"latents": latents, "timestep": timestep, "text": conditioning}
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor | None:
+        """Frames `[1, 3, F, H, W]` within ±1."""
+        return None if self.vae is None else self.vae.decoder(latents)
+
+
+# vLLM-Omni looks for these in this module, by the names that registry.py has.
+get_pre_process_func = AcmeToyVideoPipeline.get_pre_process_func
+get_post_process_func = AcmeToyVideoPipeline.get_post_process_func

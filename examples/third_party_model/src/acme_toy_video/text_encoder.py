@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text encoder: a table of tokens, their positions, and one feed-forward layer, split over TP."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from omni_neuron_parallel import AxisGroup, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from torch import nn
+from vllm_omni_neuron.sdk import Mapping
+
+from .config import TextEncoderConfig
+from .layers import sinusoids
+
+
+class TextEncoder(nn.Module):
+    """Token ids to the rows that the DiT attends to.
+
+    Args:
+        config: sizes.
+        group: the TP group.
+    """
+
+    def __init__(self, config: TextEncoderConfig, *, group: AxisGroup | None = None):
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.width, group=group)
+        self.up = ColumnParallelLinear(config.width, config.inner, group=group)
+        self.down = RowParallelLinear(config.inner, config.width, group=group)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`[B, L]` to `[B, L, width]`, the same on every rank."""
+        embedded = self.embedding(token_ids)
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        embedded = embedded + sinusoids(positions, embedded.shape[-1]).to(embedded.dtype)
+        return embedded + self.down(F.gelu(self.up(embedded)))
+
+
+def text_encoder_mapping() -> Mapping:
+    """Parameter → key in `text_encoder/`."""
+    layers = ("up", "down")
+    named = {f"{layer}.{kind}": f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
+    return {"embedding.weight": "embedding.weight", **named}
