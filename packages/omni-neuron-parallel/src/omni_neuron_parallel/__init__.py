@@ -4,7 +4,7 @@
 from omni_neuron_kernels import bounded_softmax_is_safe
 from omni_neuron_parallel.__about__ import __version__
 from omni_neuron_parallel.agreement import RankDisagreementError, check_rank_agreement, tensor_digest
-from omni_neuron_parallel.broadcast import broadcast_from_first
+from omni_neuron_parallel.broadcast import broadcast_from_first, broadcast_nested_from_first
 from omni_neuron_parallel.cfg import (
     NeuronCFGParallelMixin,
     check_cfg_parallel_size,
@@ -87,6 +87,7 @@ __all__ = [
     "assign_tiles",
     "bounded_softmax_is_safe",
     "broadcast_from_first",
+    "broadcast_nested_from_first",
     "check_cfg_parallel_size",
     "check_rank_agreement",
     "collective_permute",
