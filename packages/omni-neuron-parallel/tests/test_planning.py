@@ -137,6 +137,15 @@ def test_a_text_that_joins_self_attention() -> None:
     assert split["sums of the text's feed-forward"] == (4, 10 * 128 * 2)
 
 
+def test_a_text_in_the_stream() -> None:
+    one = Case(replace(model(), single_stream=True, text_length=24), Layout(2, 3), SHAPE)
+    assert (one.tokens.total, one.tokens.rows) == (120, 40)
+    work, alone = ({item.name: item for item in plan_work(each)} for each in (one, Case(model(), Layout(2, 3), SHAPE)))
+    assert "cross-attention scores and values" not in work
+    assert work["feed-forward"].rank_flops == pytest.approx(alone["feed-forward"].rank_flops * 40 / 32)
+    assert "cross-attention K and V" not in {item.name for item in plan_memory(one, GIB).items}
+
+
 def test_a_vae_that_decodes_all_frames_together() -> None:
     [frame], [clip] = (
         [item.bytes for item in plan_memory(Case(sizes, Layout(), SHAPE), GIB).items if "largest layer" in item.name]

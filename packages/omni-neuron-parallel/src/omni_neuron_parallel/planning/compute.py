@@ -38,7 +38,7 @@ def plan_work(case: Case) -> tuple[Work, ...]:
         parts[linear.name] = (whole + linear.flops(once, 1), local + linear.flops(tokens.of_rank[linear.rows], tp))
     work = [Work(name, model.branches * whole, case.forwards * local) for name, (whole, local) in parts.items()]
     kinds = [(SELF_ATTENTION, tokens.total + tokens.joint)]
-    if not model.joint_text:
+    if model.has_cross_attention:
         kinds.append((CROSS_ATTENTION, model.text_length))
     for name, keys in kinds:
         # Scores and values: 2 · 2 · queries · keys · channels; one exponential a query, key and head.
@@ -58,6 +58,6 @@ def hbm_bytes(case: Case) -> float:
     for linear in model.dit.applied_to(*tokens.of_rank):
         values += linear.count * tokens.of_rank[linear.rows] * sum(linear.local_shape(tp))
     values += model.layers * (2 * tokens.rows + 2 * tokens.total + 4 * tokens.joint) * case.local_hidden  # q, out, k, v
-    if not model.joint_text:
+    if model.has_cross_attention:
         values += model.layers * (2 * tokens.rows + 2 * model.text_length) * case.local_hidden
     return float(case.forwards * (weights + values * model.itemsize))

@@ -139,7 +139,7 @@ class TokenSplit:
     """How the tokens fall on the ranks.
 
     Attributes:
-        total: S.
+        total: S, with the text's tokens where they are in the same stream.
         rows: rows that the layers of one rank compute, ceil(S / cp): the same on every CP rank, the last ones padded.
         stream: rows that a rank holds between the layers: `rows`, with SP ceil(rows / tp).
         padded: rows of all CP ranks together.
@@ -180,7 +180,8 @@ class Case:
     @property
     def tokens(self) -> TokenSplit:
         """How the tokens fall on the ranks."""
-        return TokenSplit.of(self.shape.tokens(self.model), self.layout, self.model.joint_length)
+        tokens = self.shape.tokens(self.model) + (self.model.text_length if self.model.single_stream else 0)
+        return TokenSplit.of(tokens, self.layout, self.model.joint_length)
 
     @property
     def local_hidden(self) -> int:

@@ -116,7 +116,7 @@ def _resident(case: Case) -> Iterator[MemoryItem]:
     yield MemoryItem(
         "VAE decoder weights", model.vae.parameters * model.itemsize, "always", "whole, on the ranks that decode"
     )
-    if not model.joint_text:
+    if model.has_cross_attention:
         yield MemoryItem(
             "cross-attention K and V",
             case.forwards * model.layers * 2 * model.text_length * case.local_hidden * model.itemsize,

@@ -146,6 +146,7 @@ class ModelSizes:
     With `joint_text` the text is a second stream of tokens instead, with matrices of its own (rows "joint") in every
     layer, whole on every CP rank and whole with SP; both streams meet in self-attention, and there is no
     cross-attention. Without SP the sums of its row-split matrices travel with those of the video's of the same name.
+    With `single_stream` the text's tokens pass through the video's matrices, and CP and SP split them likewise.
 
     Attributes:
         name: how the command line calls it.
@@ -163,6 +164,7 @@ class ModelSizes:
         vae: the VAE.
         itemsize: bytes of an element of weights and activations.
         joint_text: whether the text is a second stream.
+        single_stream: whether the text's tokens are in the video's stream.
     """
 
     name: str
@@ -180,6 +182,12 @@ class ModelSizes:
     vae: VaeSizes
     itemsize: int = 2
     joint_text: bool = False
+    single_stream: bool = False
+
+    @property
+    def has_cross_attention(self) -> bool:
+        """Whether the text is met by cross-attention."""
+        return not (self.joint_text or self.single_stream)
 
     @property
     def joint_length(self) -> int:
