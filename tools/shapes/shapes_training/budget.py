@@ -27,11 +27,11 @@ class Budget:
         copies: clips of each of the 72 subjects in the set that the experts are trained on.
         text_steps, text_batch: of the text encoder's pretraining.
         high_steps, low_steps, expert_batch: of the two experts.
-        refine_low_steps: of the low-noise expert's second round.
+        refine_low_steps, polish_low_steps: of the low-noise expert's second and third round.
         guided_batch: clips of a step that trains the guided prediction, each predicted with and without its caption.
         i2v_high_steps, i2v_low_steps: of the two image-to-video experts, which start from the text-to-video ones.
         vae_rate: learning rate of the VAE's matrices over the standard deviation of their initial values.
-        expert_rate, refine_rate, i2v_rate, text_rate: peak learning rates.
+        expert_rate, refine_rate, polish_rate, i2v_rate, text_rate: peak learning rates.
     """
 
     seed: int = 0
@@ -61,12 +61,14 @@ class Budget:
     low_steps: int = 1300
     expert_batch: int = 24
     refine_low_steps: int = 1000
+    polish_low_steps: int = 800
     guided_batch: int = 16
     i2v_high_steps: int = 600
     i2v_low_steps: int = 600
     vae_rate: float = 0.05
     expert_rate: float = 1.5e-3
     refine_rate: float = 1e-3
+    polish_rate: float = 4e-4
     i2v_rate: float = 8e-4
     text_rate: float = 2e-3
 
@@ -97,6 +99,7 @@ TOY = Budget(
     low_steps=4,
     expert_batch=4,
     refine_low_steps=3,
+    polish_low_steps=2,
     guided_batch=2,
     i2v_high_steps=2,
     i2v_low_steps=2,

@@ -192,6 +192,13 @@ def refine_low_expert(budget: Budget, work: Path) -> dict[str, torch.Tensor]:
     return {name: (first[name] + second[name]) / 2 for name in first}
 
 
+def polish_low_expert(budget: Budget, work: Path) -> dict[str, torch.Tensor]:
+    """The low-noise expert's third round: under guidance again, from the mean of the first two, at a lower rate."""
+    expert = make_expert(budget)
+    expert.load_state_dict(load_result(work, "refine-low", "polish-low"))
+    return _train_expert(budget, work, expert, _LOW, "polish-low", budget.polish_low_steps, budget.polish_rate)
+
+
 def train_i2v_expert(budget: Budget, work: Path, share: Share) -> dict[str, torch.Tensor]:
     """One image-to-video expert, from the text-to-video expert of the same share."""
     stage = f"i2v-{share.stage}"
@@ -208,7 +215,7 @@ def _train_expert(
     data = training_set(budget, work, stage)
     optimizer = torch.optim.AdamW(expert.parameters(), lr=rate, betas=(0.9, 0.97), weight_decay=0.0)
     loop = Loop(work, stage, steps, expert, optimizer, decay=0.998)
-    guided = stage in ("refine-low", "i2v-low")
+    guided = stage in ("refine-low", "polish-low", "i2v-low")
     loop.run(expert_step(expert, data, share, budget, stage, guided=guided))
     return expert.state_dict()
 
@@ -246,7 +253,7 @@ def _vae(budget: Budget, state: dict[str, torch.Tensor]) -> AutoencoderKLWan:
 
 _HIGH, _LOW = shares()
 
-T2V_EXPERTS = {"high": "high", "low": "refine-low"}
+T2V_EXPERTS = {"high": "high", "low": "polish-low"}
 """The stage whose result is the text-to-video expert of a share."""
 
 STAGES: dict[str, Callable[[Budget, Path], dict[str, torch.Tensor]]] = {
@@ -256,13 +263,14 @@ STAGES: dict[str, Callable[[Budget, Path], dict[str, torch.Tensor]]] = {
     "high": lambda budget, work: train_expert(budget, work, _HIGH),
     "low": lambda budget, work: train_expert(budget, work, _LOW),
     "refine-low": refine_low_expert,
+    "polish-low": polish_low_expert,
     "decoder": train_decoder,
     "conditions": encode_conditions,
     "i2v-high": lambda budget, work: train_i2v_expert(budget, work, _HIGH),
     "i2v-low": lambda budget, work: train_i2v_expert(budget, work, _LOW),
 }
 
-TEXT_TO_VIDEO = ("vae", "latents", "text", "high", "low", "refine-low", "decoder")
+TEXT_TO_VIDEO = ("vae", "latents", "text", "high", "low", "refine-low", "polish-low", "decoder")
 IMAGE_TO_VIDEO = ("conditions", "i2v-high", "i2v-low")
 
 
