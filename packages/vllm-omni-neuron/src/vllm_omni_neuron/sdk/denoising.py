@@ -20,6 +20,7 @@ from vllm_omni_neuron.sdk.spec import ModelSpec
 from vllm_omni_neuron.sdk.stage_clock import StageClock
 
 Prediction = torch.Tensor | tuple[torch.Tensor, ...]
+"""What a DiT predicts for one branch of guidance."""
 
 
 @dataclass
@@ -163,9 +164,7 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
         timesteps = self.scheduler.timesteps
         plan = [self.choose_model(value, request) for value in timesteps.tolist()]
         trajectory.steps = dict.fromkeys((component.name for component in self.spec.of_kind("transformer")), 0)
-        check_ranks = env.get("OMNI_NEURON_CHECK_RANK_AGREEMENT")
-        if check_ranks:
-            check_rank_agreement(latents, "initial noise")
+        self.check_agreement(latents, "initial noise")
         with self.progress_bar(total=len(plan)) as progress:
             for step, (timestep, (name, scale)) in enumerate(zip(timesteps, plan, strict=True)):
                 self.record_denoise_step(step, timestep, total_steps=len(plan))
@@ -175,12 +174,20 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
                         prediction = self._predict(latents, timestep, name, scale, trajectory)
                     latents = self.scheduler.step(prediction, timestep, latents).prev_sample
                 trajectory.steps[name] += 1
-                if check_ranks:
-                    check_rank_agreement(latents, f"latents after step {step + 1} of {len(plan)}")
+                self.check_agreement(latents, f"latents after step {step + 1} of {len(plan)}")
                 progress.update()
         # For the next output, which begins with that component; two components' at once would need more memory.
         _keep_conditioning(trajectory, {plan[0][0]})
         return self.finish(latents, trajectory)
+
+    def check_agreement(self, tensor: torch.Tensor, what: str) -> None:
+        """Where `OMNI_NEURON_CHECK_RANK_AGREEMENT` is set, compare a tensor over all ranks. Collective then.
+
+        Raises:
+            RankDisagreementError: it differs between ranks.
+        """
+        if env.get("OMNI_NEURON_CHECK_RANK_AGREEMENT"):
+            check_rank_agreement(tensor, what)
 
     def combine_multi_branch_cfg_noise(
         self, predictions: list[Prediction], true_cfg_scale: float, cfg_normalize: bool = False

@@ -70,11 +70,11 @@ class MergedProfile:
     conflicts: tuple[Conflict, ...] = ()
 
 
-# The page size has to be the one that the components are compiled with; see `component_compiler_args`.
 BASE_PROFILE = EnvironmentProfile(
     "base",
     {"NEURON_SCRATCHPAD_PAGE_SIZE": str(env.VARIABLES["NEURON_SCRATCHPAD_PAGE_SIZE"].default)},
 )
+"""What every model's engine gets. The page size has to be the one that components are compiled with."""
 
 
 def merge_profiles(base: EnvironmentProfile, *own: EnvironmentProfile) -> MergedProfile:

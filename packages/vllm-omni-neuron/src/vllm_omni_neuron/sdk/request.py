@@ -20,6 +20,7 @@ OUTPUT_TYPES = ("np", "pt", "pil", "latent")
 IMAGE_POLICIES = ("resize", "crop")
 MAX_SEED = 2**63 - 1
 ImageUse = Literal["none", "optional", "required"]
+"""Whether a request brings an image."""
 # Where the sources stand in `extra_args` of a request that was resolved before; see `resolve_request`.
 SOURCES = "_sources"
 

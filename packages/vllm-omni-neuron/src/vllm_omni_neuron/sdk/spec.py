@@ -10,11 +10,16 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 SDK_VERSION = (1, 0)
+"""Major and minor version of the model SDK. Within one major version what is public only grows."""
 
 Output = Literal["image", "video"]
+"""What a model makes."""
 ComponentKind = Literal["transformer", "text_encoder", "vae", "vae_encoder", "image_encoder"]
+"""What a component of a pipeline is."""
 SpecAxis = Literal["tp", "sp", "cp", "cfg", "vae_patch"]
+"""Tensor, sequence (within TP), context, guidance and VAE patch parallelism."""
 Dtype = Literal["float32", "bfloat16"]
+"""Of weights and activations."""
 Feature = Literal[
     "compile",
     "cpu_offload",
@@ -29,8 +34,11 @@ Feature = Literal[
     "warmup_shapes",
     "context_ring",
 ]
+"""What a model may support; `docs/features.md` of the repository says what each is."""
 FEATURES: tuple[Feature, ...] = get_args(Feature)
+"""All of `Feature`, in the order of the support matrix."""
 SPEC_AXES: tuple[SpecAxis, ...] = get_args(SpecAxis)
+"""All of `SpecAxis`."""
 
 
 class SpecError(ValueError):
