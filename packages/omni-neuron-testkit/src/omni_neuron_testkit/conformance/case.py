@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -186,7 +187,8 @@ def diffusers_reference(
         steps.append(tensors["latents"].float().clone())
         return tensors
 
-    settings = {name: value for name, value in request.sampling().items() if name != "seed"}
+    taken = inspect.signature(pipeline_class.__call__).parameters  # type: ignore[operator]
+    settings = {name: value for name, value in request.sampling().items() if name in taken}
     with torch.no_grad():
         latents = pipeline(
             prompt=request.prompt,

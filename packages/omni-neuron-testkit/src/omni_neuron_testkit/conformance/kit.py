@@ -65,12 +65,14 @@ class Kit:
 
     def target(self, layout: Layout = ONE, dtype: str = "float32", **engine: Any) -> Target:
         """What ranks make the pipeline of."""
+        settings, architecture = {**self.suite.engine, **engine}, self.spec.architecture
+        return Target(self.pipeline_path, architecture, str(self.checkpoint()), dtype, settings, layout)
+
+    @property
+    def pipeline_path(self) -> str:
+        """The pipeline as "module:Class"."""
         pipeline = self.suite.pipeline
-        if not isinstance(pipeline, str):
-            pipeline = f"{pipeline.__module__}:{pipeline.__qualname__}"
-        settings = {**self.suite.engine, **engine}
-        architecture = self.spec.architecture
-        return Target(pipeline, architecture, str(self.checkpoint()), dtype, settings, layout)
+        return pipeline if isinstance(pipeline, str) else f"{pipeline.__module__}:{pipeline.__qualname__}"
 
     def reference(self, dtype: str) -> ReferenceRun:
         """The reference's run of the suite's request."""
@@ -91,7 +93,8 @@ class Kit:
 
     def on_ranks(self, layout: Layout, function: Callable[..., Any], *arguments: Any, paper: bool = False) -> list[Any]:
         """`run_in_world` on a layout."""
-        return run_in_world(layout.topology, function, *arguments, paper=paper)
+        pipeline = self.pipeline_path.partition(":")[0]
+        return run_in_world(layout.topology, function, *arguments, paper=paper, preload=[pipeline])
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, or the error it raised, the same for every test that asks."""

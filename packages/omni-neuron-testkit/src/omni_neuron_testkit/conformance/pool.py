@@ -9,7 +9,7 @@ import functools
 import itertools
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,9 @@ class KitError(AssertionError):
     """Something that the kit asked of a model package went wrong; the message has the rank's own error."""
 
 
-def run_in_world(topology: Topology, function: Callable[..., Any], *arguments: Any, paper: bool = False) -> list[Any]:
+def run_in_world(
+    topology: Topology, function: Callable[..., Any], *arguments: Any, paper: bool = False, preload: Sequence[str] = ()
+) -> list[Any]:
     """`function(*arguments)` on the ranks of `topology`, in rank order, with its groups made.
 
     Args:
@@ -41,13 +43,14 @@ def run_in_world(topology: Topology, function: Callable[..., Any], *arguments: A
         function: of a module that the ranks can import.
         arguments: picklable.
         paper: run one rank only, in a world whose other ranks are merely declared: collectives return garbage.
+        preload: modules that ranks would import, for the processes to be forked from one that has them.
 
     Raises:
         KitError: a rank raised, died or did not answer in time.
     """
     global _pool, _stores
     if _pool is None:
-        _pool = RankPool(RANKS, timeout=DEADLINE_S, preload=PRELOADED)
+        _pool = RankPool(RANKS, timeout=DEADLINE_S, preload=(*PRELOADED, *preload))
         _stores = tempfile.TemporaryDirectory(prefix="omni-neuron-conformance-")
         atexit.register(close_pool)
     assert _stores is not None
