@@ -210,9 +210,12 @@ def branches_at(weight: float, latents: torch.Tensor, timestep: float, *lengths:
     return [weight * latents + length / 10 * timestep / 1000 for length in lengths]
 
 
-def test_what_a_model_must_write_is_named() -> None:
-    with pytest.raises(TypeError, match=r"decode, encode_prompt, latent_shape, load_components, model_inputs$"):
+def test_what_a_model_must_write_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=r"methods encode_prompt, latent_shape, load_components, model_inputs$"):
         NeuronDiffusionPipeline(od_config=types.SimpleNamespace())  # type: ignore[abstract]
+    monkeypatch.setattr(ToyPipeline, "load_components", lambda self: setattr(self, "reader", None))
+    with pytest.raises(AttributeError, match=r"ToyPipeline\.load_components has not set denoiser, vae, which the spec"):
+        make(ToyPipeline)
 
 
 def test_a_video_of_two_experts() -> None:

@@ -15,16 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from omni_neuron_parallel import get_group
 from omni_neuron_wan22.cache_settings import CacheSettings
 from omni_neuron_wan22.transformer import CrossAttentionKV, Tokens, WanTransformer3DModel
 
-Branch = Literal["positive", "negative"]
-BRANCHES: tuple[Branch, ...] = ("positive", "negative")
+BRANCHES = ("positive", "negative")
 
 
 class StepRule(Protocol):
@@ -146,8 +146,8 @@ class BlockCache:
         self.settings = settings
         self._rule = rule
         self._experts = {name: CachedExpert(model, settings) for name, model in experts.items()}
-        self._kept: dict[tuple[str, Branch], _Kept] = {}
-        self._records: dict[tuple[str, Branch], list[StepRecord]] = {}
+        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._records: dict[tuple[str, str], list[StepRecord]] = {}
         self._num_steps = 0
         self.compiled = False
         self._reuse_is_compiled: set[tuple[str, torch.Size]] = set()
@@ -170,8 +170,8 @@ class BlockCache:
 
     def predict(
         self,
-        model: WanTransformer3DModel,
-        branch: Branch,
+        model: nn.Module,
+        branch: str,
         *,
         hidden_states: torch.Tensor,
         timestep: torch.Tensor,
@@ -182,13 +182,13 @@ class BlockCache:
 
         Args:
             model: one of the experts.
-            branch: of guidance; "positive" without it.
+            branch: of guidance, one of `BRANCHES`; "positive" without it.
             hidden_states, timestep, cross_attention_kv_cache, first_frame_timestep: as in the model's `forward`.
         """
         name, expert = next(item for item in self._experts.items() if item[1].model is model)
         shape = hidden_states.shape
         kept = self._kept.get((name, branch))
-        previous = self._no_tokens(model, hidden_states) if kept is None else kept.front
+        previous = self._no_tokens(expert.model, hidden_states) if kept is None else kept.front
         tokens, added, sums = expert.front(
             hidden_states, timestep, cross_attention_kv_cache, previous, first_frame_timestep
         )

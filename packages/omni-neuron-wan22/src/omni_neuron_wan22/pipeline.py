@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from omni_neuron_parallel import collective_step, get_group
+from omni_neuron_parallel import collective_step
 from omni_neuron_runtime import is_cpu_mode
 from omni_neuron_wan22.cache import BlockCache
 from omni_neuron_wan22.checkpoint import (
@@ -29,7 +29,6 @@ from omni_neuron_wan22.spec import T2V
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import CrossAttentionKV, WanTransformer3DModel, fold_padding
 from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
-from vllm_omni_neuron import model_settings
 from vllm_omni_neuron.sdk import (
     ComponentKind,
     ModelSpec,
@@ -81,7 +80,7 @@ class NeuronWanPipeline(WanHooks, NeuronDiffusionPipeline):
                 dtype=dtype,
                 device=self.device,
                 sequence_parallel=self.sequence_parallel,
-                context_method=model_settings(self.od_config).get("context_method", "auto"),
+                context_method=self.context_method,
             )
             for expert in checkpoint.experts_in_use(self.od_config.boundary_ratio)
         }
@@ -200,11 +199,6 @@ class NeuronWanPipeline(WanHooks, NeuronDiffusionPipeline):
     def finish(self, latents: torch.Tensor, trajectory: Trajectory) -> torch.Tensor:
         """With the given first frame, where that takes the noisy one's place."""
         return latents if trajectory.condition is None else trajectory.condition.finish(latents)
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor | None:
-        """Latents `[1, z, T, h, w]` float32 to frames `[1, 3, 4 T − 3, 8 h, 8 w]` (VAE 2.2: 16 h, 16 w) within ±1."""
-        assert self.vae is not None
-        return self.vae.decode(self.vae.denormalize(latents), group=get_group("vae_patch"))
 
     def extra_compiled(self) -> Iterator[tuple[str, Any, str, ComponentKind]]:
         """The projection of the text's keys and values, and the cache's parts of the experts."""

@@ -18,8 +18,8 @@ from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from omni_neuron_parallel import ContextMethod, check_rank_agreement, collective_step, get_topology
-from omni_neuron_runtime import COUNTERS, compile_options, component_compiler_args, env, is_cpu_mode
+from omni_neuron_parallel import ContextMethod, collective_step, get_group, get_topology
+from omni_neuron_runtime import COUNTERS, compile_options, component_compiler_args, is_cpu_mode
 from vllm_omni_neuron.compilation import COMPILER_KINDS
 from vllm_omni_neuron.offload import weights_on_host
 from vllm_omni_neuron.sdk.denoising import Denoising, Trajectory
@@ -27,6 +27,7 @@ from vllm_omni_neuron.sdk.engine_hooks import EngineHooks
 from vllm_omni_neuron.sdk.request import GenerationRequest, resolve_request
 from vllm_omni_neuron.sdk.spec import ComponentKind
 from vllm_omni_neuron.sdk.stage_clock import StageClock
+from vllm_omni_neuron.sdk.vae import DiffusersVae, load_diffusers_vae
 from vllm_omni_neuron.settings import model_settings
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,10 @@ logger = logging.getLogger(__name__)
 class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsComponentDiscovery):
     """A diffusion model over any mix of TP, SP, CP, CFG and VAE patch parallelism, as far as its spec goes.
 
-    A model writes `spec`, `request_rules`, `load_components`, `encode_prompt`, `latent_shape`, `model_inputs` and
-    `decode`; every other method has a default that it may replace. Every rank encodes the text and denoises. What
-    decodes lives on the first `vae_patch` ranks; rank 0 has the output, and vLLM-Omni takes it from there.
+    A model writes `spec`, `request_rules`, `load_components`, `encode_prompt`, `latent_shape` and `model_inputs`, and
+    `decode` unless its `vae` has the methods of a `DiffusersVae`; every other method has a default that it may replace. Every rank
+    encodes the text and denoises. What decodes lives on the first `vae_patch` ranks; rank 0 has the output, and
+    vLLM-Omni takes it from there.
 
     vLLM-Omni looks for functions in the pipeline's module: give `get_pre_process_func` and `get_post_process_func` of
     the class the names there that the registry's entry has.
@@ -75,6 +77,7 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
         self.checkpoint = self.open_checkpoint(od_config)
         self.rules = self.request_rules(od_config, self.checkpoint)
         self.load_components()
+        self._check_components()
         self._dit_modules = self._names_of("transformer")
         self._encoder_modules = self._names_of("text_encoder", "image_encoder")
         self._vae_modules = self._names_of("vae", "vae_encoder")
@@ -94,15 +97,17 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
     def latent_shape(self, request: Any) -> tuple[int, ...]:
         """The shape of one output's latents: `[1, C, T, h, w]` or `[1, C, h, w]`."""
 
-    @abstractmethod
     def decode(self, latents: torch.Tensor) -> torch.Tensor | None:
         """Frames `[1, 3, F, H, W]` or an image `[1, 3, H, W]` within ±1 on the output rank, None elsewhere.
 
-        Called on the ranks where `decodes`, in `vae_alone`.
+        Called on the ranks where `decodes`, in `vae_alone`. By default by `self.vae`, a `DiffusersVae` or one with the
+        same methods.
 
         Args:
             latents: float32, as `finish` leaves them.
         """
+        vae: Any = self.vae
+        return vae.decode(vae.denormalize(latents), group=get_group("vae_patch"))
 
     def prepare(self, trajectory: Trajectory, prompt: Any) -> None:
         """Set `trajectory.condition` from what else the request brings, such as an image; by default nothing.
@@ -139,6 +144,19 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
     def is_output_rank(self) -> bool:
         """Whether this rank answers."""
         return _global_rank() == 0
+
+    def load_vae(self, *, encoder: bool = False) -> DiffusersVae | None:
+        """The checkpoint's `vae` on the ranks that decode, in tiles where the engine says so; None elsewhere.
+
+        Args:
+            encoder: whether its encoder is needed, too.
+        """
+        if not self.decodes:
+            return None
+        vae = load_diffusers_vae(self.checkpoint, dtype=self.dtype, device=self.device, encoder=encoder)
+        if self.od_config.vae_use_tiling:
+            vae.enable_tiling()
+        return vae
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """The names of all parameters, for vLLM-Omni's completeness check; `load_components` has loaded them.
@@ -252,15 +270,6 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
                 logger.info("%.1f MiB of DiT weights are off the device during %s", moved / 2**20, doing)
             yield
 
-    def check_agreement(self, tensor: torch.Tensor, what: str) -> None:
-        """Where `OMNI_NEURON_CHECK_RANK_AGREEMENT` is set, compare a tensor over all ranks. Collective then.
-
-        Raises:
-            RankDisagreementError: it differs between ranks.
-        """
-        if env.get("OMNI_NEURON_CHECK_RANK_AGREEMENT"):
-            check_rank_agreement(tensor, what)
-
     def compile(self, *, backend: Any, **options: Any) -> None:
         """Compile what the requests call, each as one graph a shape: components as the spec has them, then the rest.
 
@@ -279,6 +288,15 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
                 module.compile(**settings(name, component.kind))
         for name, owner, attribute, kind in self.extra_compiled():
             setattr(owner, attribute, torch.compile(getattr(owner, attribute), **settings(name, kind)))
+
+    def _check_components(self) -> None:
+        required = [component.name for component in self.spec.components if not component.optional]
+        missing = [name for name in required if not hasattr(self, name)]
+        if missing:
+            raise AttributeError(
+                f"{type(self).__name__}.load_components has not set {', '.join(missing)}, which the spec names; set to "
+                "None what this rank does without"
+            )
 
     def _names_of(self, *kinds: ComponentKind) -> list[str]:
         """The components of these kinds that this rank has."""
