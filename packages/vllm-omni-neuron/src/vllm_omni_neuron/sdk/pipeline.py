@@ -37,9 +37,9 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
     """A diffusion model over any mix of TP, SP, CP, CFG and VAE patch parallelism, as far as its spec goes.
 
     A model writes `spec`, `request_rules`, `load_components`, `encode_prompt`, `latent_shape` and `model_inputs`, and
-    `decode` unless its `vae` has the methods of a `DiffusersVae`; every other method has a default that it may replace. Every rank
-    encodes the text and denoises. What decodes lives on the first `vae_patch` ranks; rank 0 has the output, and
-    vLLM-Omni takes it from there.
+    `decode` unless its `vae` has the methods of a `DiffusersVae`; every other method has a default that it may replace.
+    Every rank encodes the text and denoises. What decodes lives on the first `vae_patch` ranks; rank 0 has the output,
+    and vLLM-Omni takes it from there.
 
     vLLM-Omni looks for functions in the pipeline's module: give `get_pre_process_func` and `get_post_process_func` of
     the class the names there that the registry's entry has.
