@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoint keys (diffusers' names) each parameter of the DiT is made of.
+
+Written out rather than derived, so that a reader can check it, and complete in both directions: a test compares it with
+diffusers' own state dict for the published configuration.
+"""
+
+from __future__ import annotations
+
+from omni_neuron_hunyuan_video15.config import HunyuanVideo15Config
+from vllm_omni_neuron.sdk import Mapping, prefixed
+
+# ours: theirs, for layers that have a weight and a bias; the lists are concatenated in this order.
+_BLOCK: dict[str, str | list[str]] = {
+    "modulation": "norm1.linear",
+    "text_modulation": "norm1_context.linear",
+    "attn.video.qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
+    "attn.text.qkv": ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"],
+    "attn.o.video": "attn.to_out.0",
+    "attn.o.text": "attn.to_add_out",
+    "ffn.video": "ff.net.0.proj",
+    "ffn.down.video": "ff.net.2",
+    "ffn.text": "ff_context.net.0.proj",
+    "ffn.down.text": "ff_context.net.2",
+}
+_BLOCK_GAINS: Mapping = {
+    "attn.video.norm_q.weight": "attn.norm_q.weight",
+    "attn.video.norm_k.weight": "attn.norm_k.weight",
+    "attn.text.norm_q.weight": "attn.norm_added_q.weight",
+    "attn.text.norm_k.weight": "attn.norm_added_k.weight",
+}
+_REFINER_BLOCK: dict[str, str | list[str]] = {
+    "norm1": "norm1",
+    "qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
+    "o": "attn.to_out.0",
+    "norm2": "norm2",
+    "up": "ff.net.0.proj",
+    "down": "ff.net.2",
+    "gates": "norm_out.linear",
+}
+_SHARED: dict[str, str | list[str]] = {
+    "patch_embedding": "x_embedder.proj",
+    "time_embedder.linear_1": "time_embed.timestep_embedder.linear_1",
+    "time_embedder.linear_2": "time_embed.timestep_embedder.linear_2",
+    "token_refiner.time_embedder.linear_1": "context_embedder.time_text_embed.timestep_embedder.linear_1",
+    "token_refiner.time_embedder.linear_2": "context_embedder.time_text_embed.timestep_embedder.linear_2",
+    "token_refiner.text_embedder.linear_1": "context_embedder.time_text_embed.text_embedder.linear_1",
+    "token_refiner.text_embedder.linear_2": "context_embedder.time_text_embed.text_embedder.linear_2",
+    "token_refiner.proj_in": "context_embedder.proj_in",
+    "glyph_projection.norm": "context_embedder_2.norm",
+    "glyph_projection.linear_1": "context_embedder_2.linear_1",
+    "glyph_projection.linear_2": "context_embedder_2.linear_2",
+    "glyph_projection.linear_3": "context_embedder_2.linear_3",
+    "modulation_out": "norm_out.linear",
+    "proj_out": "proj_out",
+}
+
+# Of image-to-video: text-to-video masks an image's tokens.
+UNUSED_TRANSFORMER_KEYS = ("image_embedder.",)
+
+
+def _layers(layers: dict[str, str | list[str]]) -> Mapping:
+    mapping: Mapping = {}
+    for ours, theirs in layers.items():
+        for kind in ("weight", "bias"):
+            keys = f"{theirs}.{kind}" if isinstance(theirs, str) else [f"{key}.{kind}" for key in theirs]
+            mapping[f"{ours}.{kind}"] = keys
+    return mapping
+
+
+def transformer_mapping(config: HunyuanVideo15Config) -> Mapping:
+    """Parameter of `HunyuanVideo15Transformer` → key or keys in `transformer/`."""
+    mapping = _layers(_SHARED) | {"token_kinds.weight": "cond_type_embed.weight"}
+    for index in range(config.num_refiner_layers):
+        theirs = f"context_embedder.token_refiner.refiner_blocks.{index}."
+        mapping |= prefixed(_layers(_REFINER_BLOCK), f"token_refiner.blocks.{index}.", theirs)
+    for index in range(config.num_layers):
+        block = _layers(_BLOCK) | _BLOCK_GAINS
+        mapping |= prefixed(block, f"blocks.{index}.", f"transformer_blocks.{index}.")
+    return mapping

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance kit on HunyuanVideo-1.5; the reference is diffusers' pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omni_neuron_hunyuan_video15.config import HunyuanVideo15Config
+from omni_neuron_hunyuan_video15.mapping import UNUSED_TRANSFORMER_KEYS, transformer_mapping
+from omni_neuron_hunyuan_video15.tiny import make_tiny_checkpoint
+from omni_neuron_hunyuan_video15.transformer import HunyuanVideo15Transformer
+from omni_neuron_testkit.conformance import KitRequest, ModelConformance, Published, ReferenceRun
+
+
+class TestHunyuanVideo15(ModelConformance):
+    spec = "omni_neuron_hunyuan_video15.spec:SPEC"
+    pipeline = "omni_neuron_hunyuan_video15.pipeline:NeuronHunyuanVideo15Pipeline"
+    # The tiny tokenizer makes a token of each character; diffusers pads to 1000, which must not matter.
+    request = KitRequest(prompt='A sign that says "OPEN".', num_frames=9, more={"max_sequence_length": 600})
+    real_size = (720, 1280, 121)
+    tp_sizes = (1, 2, 16)
+
+    @staticmethod
+    def checkpoint(folder: Path) -> Path:
+        return make_tiny_checkpoint(folder)
+
+    @staticmethod
+    def reference(folder: Path, request: KitRequest, dtype: torch.dtype) -> ReferenceRun:
+        """The latents after each step. The pipeline has no callback, and its guidance scale is in the guider."""
+        from diffusers import HunyuanVideo15Pipeline
+
+        pipeline = HunyuanVideo15Pipeline.from_pretrained(folder, torch_dtype=dtype)
+        pipeline.set_progress_bar_config(disable=True)
+        pipeline.guider = pipeline.guider.new(guidance_scale=request.guidance_scale)
+        steps: list[torch.Tensor] = []
+        step = pipeline.scheduler.step
+
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            result = step(*arguments, **options)
+            steps.append(result[0].float())
+            return result
+
+        pipeline.scheduler.step = recorded
+        latents = pipeline(
+            prompt=request.prompt,
+            negative_prompt=request.negative_prompt,
+            height=request.height,
+            width=request.width,
+            num_frames=request.num_frames,
+            num_inference_steps=request.num_inference_steps,
+            generator=torch.Generator().manual_seed(request.seed),
+            output_type="latent",
+            return_dict=False,
+        )[0]
+        return ReferenceRun(latents.float(), steps)
+
+    @staticmethod
+    def published() -> dict[str, Published]:
+        """The DiT of the text-to-video checkpoints; its keys and shapes are those of diffusers' class."""
+        from diffusers import HunyuanVideo15Transformer3DModel
+
+        config = HunyuanVideo15Config()
+        with torch.device("meta"):
+            module = HunyuanVideo15Transformer(config)
+            shapes = {key: tuple(value.shape) for key, value in HunyuanVideo15Transformer3DModel().state_dict().items()}
+        return {"transformer": Published(module, transformer_mapping(config), shapes, UNUSED_TRANSFORMER_KEYS)}
