@@ -42,7 +42,7 @@ class Kit:
     suite: Any
     folder: Path
     figures: dict[str, Any] = field(default_factory=dict)
-    _made: dict[Any, Any] = field(default_factory=dict)
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def spec(self) -> Any:

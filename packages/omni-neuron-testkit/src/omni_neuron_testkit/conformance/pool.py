@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from omni_neuron_parallel import RankError, RankPool, Topology, destroy_parallel, initialize_parallel
-from omni_neuron_runtime import declared_world
+from omni_neuron_runtime import declared_world, is_cpu_mode
 
 RANKS = 4
 # Of every call and of start-up, in which the fork server imports vLLM: 25 seconds on an idle core.
@@ -49,6 +50,8 @@ def run_in_world(
         KitError: a rank raised, died or did not answer in time.
     """
     global _pool, _stores
+    if not is_cpu_mode():
+        raise KitError("the conformance kit runs on this machine's CPU: set VLLM_NEURON_CPU_MODE=1")
     if _pool is None:
         _pool = RankPool(RANKS, timeout=DEADLINE_S, preload=(*PRELOADED, *preload))
         _stores = tempfile.TemporaryDirectory(prefix="omni-neuron-conformance-")
@@ -88,6 +91,8 @@ def _in_world(
 ) -> tuple[str | None, Any]:
     """On a rank: the error's text, or None and the value."""
     rank = _rank_in_pool()
+    # The kit compares ranks itself, and says more; declared ranks could not answer.
+    os.environ.pop("OMNI_NEURON_CHECK_RANK_AGREEMENT", None)
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank >= (1 if paper else topology.world_size):

@@ -40,6 +40,8 @@ class ModelConformance:
         other_size: sizes of a second request, for graphs; None for the request with a double width.
         graphs: graphs of the first request and of one of `other_size`; None checks only that the second one needs no
             more than the first.
+        same_graphs: further changes of the request that must compile nothing, such as {"sample_solver": "euler"}.
+        other_graphs: further changes of the request, each with the number of graphs that it needs.
         real_size: height, width and frames of the published model's usual output.
         published_name: which of `spec.plans` is that model; "" for the only one.
         tp_sizes: tensor-parallel sizes of the published model whose shards are checked.
@@ -55,6 +57,8 @@ class ModelConformance:
     vae_request: ClassVar[KitRequest | None] = None
     other_size: ClassVar[Mapping[str, int] | None] = None
     graphs: ClassVar[tuple[int, int] | None] = None
+    same_graphs: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    other_graphs: ClassVar[Sequence[tuple[Mapping[str, Any], int]]] = ()
     real_size: ClassVar[tuple[int, int, int]] = (480, 832, 81)
     published_name: ClassVar[str] = ""
     tp_sizes: ClassVar[Sequence[int]] = (1, 2)
@@ -192,12 +196,9 @@ class ModelConformance:
 
     def test_seeds(self, kit: Kit) -> None:
         """A seed is a noise whatever the layout, two seeds are two noises, and output k has the seed's plus k."""
-        short = kit.request.changed(num_inference_steps=2)
-        other, both = short.changed(seed=short.seed + 1), short.changed(num_outputs_per_prompt=2)
-        [alone] = kit.on_ranks(ONE, ranks.run_requests, kit.target(), [short, short, other, both])
-        first, again, second, two = alone.runs
+        first, again, second, two = _short_runs(kit)
         assert again.final == first.final, "one seed gave two results"
-        assert second.noise != first.noise, f"the seeds {short.seed} and {other.seed} gave one noise"
+        assert second.noise != first.noise, "two seeds gave one noise"
         assert two.noise == [*first.noise, *second.noise], "output k of a request has not the noise of the seed plus k"
         assert two.final == [*first.final, *second.final], "an output depends on the others of its request"
         for layout in _multi_rank_layouts(self, kit):
@@ -234,28 +235,31 @@ class ModelConformance:
         """What is compiled is one full graph each, of operations that Neuron has, and computes what eager code does."""
         _need(self, "compile", kit.spec.supports("compile"), kit.spec.why_not("compile"))
         [compiled] = kit.once("compiled", lambda: _compile(kit))
-        first, eager = compiled.runs[0], kit.once("eager", lambda: _eager(kit))
+        first, eager = compiled.runs[0], _short_runs(kit)[0].latents
         kit.figures["graphs"] = first.graphs
         assert first.graphs, "the pipeline's `compile` compiled nothing that a request calls"
         kit.measure("error", compare_three_way(eager, None, first.latents, "latents", allowance=self.allowance))
         widest = max(_multi_rank_layouts(self, kit), key=lambda one: one.world_size, default=None)
         if widest is not None:
-            target, request = kit.target(widest), kit.request.changed(num_inference_steps=1)
-            # On paper: one rank traces what all of them run, groups included.
+            # On paper: one rank traces what all of them run, groups included; in the dtype of devices.
+            dtype = "bfloat16" if "bfloat16" in kit.spec.dtypes else "float32"
+            target, request = kit.target(widest, dtype), kit.request.changed(num_inference_steps=1)
             kit.on_ranks(widest, ranks.trace, target, request, paper=True)
 
     def test_recompilation(self, kit: Kit) -> None:
         """A second request compiles nothing, whatever its text, seed, steps, guidance; another size its graphs."""
         _need(self, "compile", kit.spec.supports("compile"), kit.spec.why_not("compile"))
         [compiled] = kit.once("compiled", lambda: _compile(kit))
-        first, second, unguided, resized, back = (run.graphs for run in compiled.runs)
+        first, *rest = (run.graphs for run in compiled.runs)
+        resized, limit = rest[len(_same_graphs(self))], self.graphs
         kit.figures |= {"graphs": first, "graphs of another size": resized}
-        assert second == 0, f"a second request of the same size compiled {second} graphs"
-        assert unguided == 0, f"a request without guidance compiled {unguided} graphs"
+        assert limit is None or (first, resized) == tuple(limit), f"{first} and {resized} graphs; expected are {limit}"
         assert 0 < resized <= first, f"a request of another size compiled {resized} graphs, the first one {first}"
-        assert back == 0, f"a return to the first size compiled {back} graphs"
-        if self.graphs is not None:
-            assert (first, resized) == tuple(self.graphs), f"{first} and {resized} graphs; expected are {self.graphs}"
+        expected = [0] * len(_same_graphs(self)) + [resized] + [count for _, count in self.other_graphs] + [0]
+        for changes, graphs, wanted in zip(_changes(self, kit.request), rest, expected, strict=True):
+            assert graphs == wanted, (
+                f"a request with {changes or 'the first size again'} compiled {graphs} graphs, not {wanted}"
+            )
 
     def test_discovery(self, kit: Kit) -> None:
         """The installed package is found by its entry point, and an engine with spawned workers runs the model."""
@@ -322,15 +326,26 @@ def _multi_rank_layouts(suite: ModelConformance, kit: Kit) -> list[Layout]:
     ]
 
 
+def _short_runs(kit: Kit) -> list[ranks.Run]:
+    """Two steps of the request; the same again, the next seed, two outputs."""
+    short = kit.request.changed(num_inference_steps=2)
+    requests = [short, short, short.changed(seed=short.seed + 1), short.changed(num_outputs_per_prompt=2)]
+    [alone] = kit.once("short", lambda: kit.on_ranks(ONE, ranks.run_requests, kit.target(), requests))
+    return alone.runs
+
+
+def _same_graphs(suite: Any) -> list[Mapping[str, Any]]:
+    others = {"seed": 1, "prompt": "Another text.", "num_inference_steps": 3}
+    return [others, {"guidance_scale": 1.0}, *suite.same_graphs]
+
+
+def _changes(suite: Any, request: KitRequest) -> list[Mapping[str, Any]]:
+    """What each compiled request changes: same graphs first, then another size, further ones, and the first again."""
+    size = suite.other_size or {"width": 2 * request.width}
+    return [*_same_graphs(suite), size, *(changes for changes, _ in suite.other_graphs), {}]
+
+
 def _compile(kit: Kit) -> Any:
     short = kit.request.changed(num_inference_steps=2)
-    second = short.changed(seed=short.seed + 1, prompt=f"{short.prompt} Again.", num_inference_steps=3)
-    size = kit.suite.other_size or {"width": 2 * short.width}
-    requests = [short, second, short.changed(guidance_scale=1.0), short.changed(**size), short]
+    requests = [short, *(short.changed(**changes) for changes in _changes(kit.suite, short))]
     return kit.on_ranks(ONE, ranks.run_requests, kit.target(), requests, "neuron_check")
-
-
-def _eager(kit: Kit) -> torch.Tensor:
-    [alone] = kit.on_ranks(ONE, ranks.run_requests, kit.target(), [kit.request.changed(num_inference_steps=2)])
-    assert alone.runs[0].latents is not None
-    return alone.runs[0].latents
