@@ -3,7 +3,8 @@
 
 `dev`, `demo`, `run`, `test`, `tests` and `typing` share one environment (.nox/dev) in which every package is installed
 editable, held to constraints.txt. The others make their own, from built wheels, the way users install: `alone`,
-`lowest`, `released`, `third_party`, `wheels`; docs/releasing.md says what `release` and `api_diff` do.
+`foreign`, `lowest`, `new_model`, `released`, `third_party`, `wheels`; docs/releasing.md says what `release` and
+`api_diff` do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).parent / "tools" / "packaging"))
 
+from page_script import script
 from release_steps import (
     ReleaseError,
     breaks_rules,
@@ -44,6 +46,11 @@ ROOT = Path(__file__).parent
 PACKAGES = packages_in_order(ROOT / "packages")
 # Optional parts that development installs too, beside the extra `test` of every package that has one.
 DEV_EXTRAS = {"omni-neuron-runtime": ("stablehlo",)}
+MODELS = tuple(
+    package
+    for package in PACKAGES
+    if "vllm_omni_neuron.models" in manifest_of(ROOT / "packages" / package)["project"].get("entry-points", {})
+)
 DEV_ENVIRONMENT = ROOT / ".nox" / "dev"
 DEV_REQUIREMENTS = ROOT / "requirements-dev.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -231,12 +238,58 @@ def third_party(session: nox.Session) -> None:
     session.run("uv", "build", "--quiet", "--wheel", "--out-dir", str(DIST), str(example), external=True)
     session.install("--constraint", str(CONSTRAINTS), "--find-links", str(DIST), "acme-toy-video")
     session.chdir(session.create_tmp())
-    model = Path("toy")
-    model.mkdir(exist_ok=True)
-    (model / "model_index.json").write_text('{"_class_name": "ToyVideoPipeline"}')
-    (Path("generate.py")).write_text((example / "generate.py").read_text())
-    for command in (["vllm-omni-neuron", "doctor"], ["vllm-omni-neuron", "models"], ["python", "generate.py", "toy"]):
+    shutil.copy(example / "generate.py", ".")
+    for command in (
+        ["vllm-omni-neuron", "doctor"],
+        ["vllm-omni-neuron", "models"],
+        ["python", "-m", "acme_toy_video.tiny", "tiny"],
+        ["python", "generate.py", "tiny"],
+        ["python", "generate.py", "tiny", "--context-parallel"],
+    ):
         session.run(*command, env=_test_environment())
+
+
+@nox.session(default=False, reuse_venv=False)
+@nox.parametrize("package", MODELS)
+def foreign(session: nox.Session, package: str) -> None:
+    """One model's wheel beside all others in a fresh environment: found, run with TP 2 and CP 2; it needs no other."""
+    _build_wheels(session)
+    others = [other for other in MODELS if other != package]
+    session.install("--constraint", str(CONSTRAINTS), "--find-links", str(DIST), package, *others)
+    session.chdir(session.create_tmp())
+    shutil.copy(ROOT / "tools" / "packaging" / "generate_tiny.py", ".")
+    environment = _test_environment()
+    for command in (
+        ["vllm-omni-neuron", "doctor"],
+        ["vllm-omni-neuron", "models"],
+        ["python", "-m", f"{_import_name(package)}.tiny", "tiny"],
+        ["python", "generate_tiny.py", "tiny", package, "all.json", "tensor_parallel_size", "ring_degree"],
+    ):
+        session.run(*command, env=environment)
+    for other in others:
+        session.run("uv", "pip", "uninstall", other, external=True)
+        session.run(
+            "python", "generate_tiny.py", "tiny", package, "without.json", "tensor_parallel_size", env=environment
+        )
+        session.run("python", "generate_tiny.py", "--compare", "all.json", "without.json")
+        session.log(f"{package} without {other}: the same models, the same pixels")
+        session.install("--no-deps", str(_wheel_of(other)))
+
+
+@nox.session(default=False, reuse_venv=False)
+def new_model(session: nox.Session) -> None:
+    """docs/onboarding.md, run as it stands in an empty folder: a model package from the template, up to its wheel."""
+    _build_wheels(session)
+    folder = Path(session.create_tmp()) / "onboarding"
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    program = folder.parent / "onboarding.sh"
+    program.write_text(script(ROOT / "docs" / "onboarding.md"))
+    session.chdir(folder)
+    environment = {name: value for name, value in _test_environment().items() if name != "VLLM_NEURON_CPU_MODE"}
+    environment |= {"UV_FIND_LINKS": str(DIST), "UV_CONSTRAINT": str(CONSTRAINTS), "OMP_NUM_THREADS": "1"}
+    session.run("bash", str(program), env=environment, external=True)
 
 
 def _test_installed(session: nox.Session, package: str) -> None:
@@ -402,6 +455,8 @@ def docs(session: nox.Session) -> None:
     development = Dev(session)
     development.run("python", "-m", "omni_neuron_runtime.env", "docs/environment.md", *session.posargs)
     development.run("python", "-m", "vllm_omni_neuron.stage_config", "docs/stage-configuration.md", *session.posargs)
+    development.run("python", "tools/sdk_reference.py", "docs/sdk.md", *session.posargs)
+    development.run("python", "tools/support_matrix.py", "docs/support-matrix.md", *session.posargs)
 
 
 @nox.session(default=False)

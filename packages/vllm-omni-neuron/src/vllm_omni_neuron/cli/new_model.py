@@ -67,7 +67,7 @@ def new_model(
     files = sum(path.is_file() for path in folder.rglob("*"))
     out().print(
         f"made {folder}: {files} files. Next:\n"
-        f"  pip install --editable '{folder}[test]'\n"
+        f"  pip install --editable '{folder.resolve()}[test]'\n"
         f"  VLLM_NEURON_CPU_MODE=1 pytest {folder}/tests\n"
         f"{folder}/README.md says what is where.",
         markup=False,
