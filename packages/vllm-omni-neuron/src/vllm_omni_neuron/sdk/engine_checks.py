@@ -45,9 +45,7 @@ def check_engine_config(od_config: Any, pipeline_class: type[EngineHooks]) -> An
     _check_settings(od_config, spec)
     for feature, setting in _asked_for(od_config):
         if not spec.supports(feature):
-            raise ModelConfigError(
-                f"{setting}: {spec.title} does not support it: {spec.why_not(feature)}; leave it unset"
-            )
+            raise ModelConfigError(f"{setting}: not supported by {spec.title}: {spec.why_not(feature)}; leave it unset")
     checkpoint = pipeline_class.open_checkpoint(od_config)
     pipeline_class.check_engine(od_config, checkpoint)
     if od_config.lora_path:

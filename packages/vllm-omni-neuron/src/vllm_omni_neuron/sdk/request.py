@@ -75,8 +75,9 @@ class GenerationRequest:
 class Setting:
     """A model's own setting, which becomes the field `name` of its request class.
 
-    It is looked up in vLLM-Omni's sampling parameter of that name, in `extra_args`, in the engine's configuration, in
-    the checkpoint, in the setting that it follows; then there is the default. None means not given everywhere.
+    It is looked up in vLLM-Omni's sampling parameter of that name (unless it has vLLM-Omni's own default), in
+    `extra_args`, in the engine's configuration, in the checkpoint, in the setting that it follows; then there is the
+    default. None means not given everywhere.
 
     Attributes:
         name: of the setting and of the field.
@@ -294,12 +295,12 @@ class _Lookup:
 def _given(name: str, sampling_params: Any, extra: Mapping[str, Any]) -> Any:
     """What the caller says of a setting; None for nothing.
 
-    vLLM-Omni fills in some fields itself, and says in a second one whether the caller gave them.
+    vLLM-Omni fills in some fields itself: what is its own default counts as not given, or, where it says so in a second
+    field, what the caller has not given.
     """
     value = getattr(sampling_params, name, None)
-    if value is None or not getattr(sampling_params, f"{name}_provided", True):
-        return extra.get(name)
-    return value
+    given = getattr(sampling_params, f"{name}_provided", value != getattr(type(sampling_params), name, None))
+    return value if value is not None and given else extra.get(name)
 
 
 def _prompts(prompt: Any) -> tuple[str, str]:
