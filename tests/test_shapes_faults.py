@@ -186,8 +186,8 @@ def test_a_fault_is_seen_by_the_judge_and_in_the_step_it_begins(
 
 def test_noise_of_its_own_on_every_rank_is_seen(pipeline: NeuronWanPipeline) -> None:
     prompt, seed = next(iter(PROMPTS.items()))
-    texts = pipeline.encode(resolve(pipeline, prompt, seed))
-    arguments = (str(model_path()), texts.prompt_embeds, texts.negative_prompt_embeds, GUIDANCE, STEPS)
+    texts = pipeline.encode(resolve(pipeline, prompt, seed)).encoded
+    arguments = (str(model_path()), texts["positive"], texts["negative"], GUIDANCE, STEPS)
     with RankPool(2) as pool:
         for seeds, clean in (([seed, seed], True), ([seed, seed + 1], False)):
             latents, _ = pool.run(shapes_ranks.denoise, *arguments, seeds)
