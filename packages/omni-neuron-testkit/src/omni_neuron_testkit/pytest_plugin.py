@@ -73,7 +73,8 @@ class _ConformanceReport:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the records, of this process or of one of xdist's."""
-        self.records += [value for name, value in report.user_properties if name == RECORD]
+        properties: list[tuple[str, Any]] = list(report.user_properties)
+        self.records += [value for name, value in properties if name == RECORD]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Every model with its tests, their figures and what is not supported; the files, where they are asked for."""

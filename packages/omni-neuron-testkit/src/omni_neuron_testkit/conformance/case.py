@@ -187,7 +187,7 @@ def diffusers_reference(
         steps.append(tensors["latents"].float().clone())
         return tensors
 
-    taken = inspect.signature(pipeline_class.__call__).parameters  # type: ignore[operator]
+    taken = inspect.signature(pipeline_class.__call__).parameters
     settings = {name: value for name, value in request.sampling().items() if name in taken}
     with torch.no_grad():
         latents = pipeline(

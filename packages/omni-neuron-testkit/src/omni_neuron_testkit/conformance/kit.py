@@ -100,13 +100,13 @@ class Kit:
         """What `make` returns, or the error it raised, the same for every test that asks."""
         if key not in self._made:
             try:
-                self._made[key] = (make(), None)
+                self._made[key] = make()
             except KitError as error:
-                self._made[key] = (None, error)
-        value, error = self._made[key]
-        if error is not None:
-            raise error
-        return value
+                self._made[key] = error
+        made = self._made[key]
+        if isinstance(made, KitError):
+            raise made
+        return made
 
     def measure(self, name: str, comparison: Comparison) -> None:
         """Keep a comparison's figures for the report, and fail where it fails."""

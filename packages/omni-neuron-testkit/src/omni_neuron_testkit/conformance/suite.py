@@ -213,7 +213,7 @@ class ModelConformance:
         shared = Layout(tp=layout.tp, cp=layout.cp, cfg=layout.cfg, vae_patch=2)
         _need_layout(self, kit, shared)
         request = self.vae_request or kit.request.changed(width=320)
-        tiled = {"vae_use_tiling": True} if kit.spec.supports("vae_tiling") else {}
+        tiled: dict[str, Any] = {"vae_use_tiling": True} if kit.spec.supports("vae_tiling") else {}
         [(alone, _)] = kit.on_ranks(ONE, ranks.decode_noise, kit.target(**tiled), request)
         results = kit.on_ranks(shared, ranks.decode_noise, kit.target(shared, **tiled), request)
         idle = [rank for rank, (_, calls) in enumerate(results) if not calls]
