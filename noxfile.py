@@ -280,7 +280,7 @@ def foreign(session: nox.Session, package: str) -> None:
 def new_model(session: nox.Session) -> None:
     """docs/onboarding.md, run as it stands in an empty folder: a model package from the template, up to its wheel."""
     _build_wheels(session)
-    folder = Path(session.create_tmp()) / "onboarding"
+    folder = Path(session.create_tmp()).resolve() / "onboarding"
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()

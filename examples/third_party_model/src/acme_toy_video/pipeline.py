@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from vllm_omni.diffusion.data import OmniDiffusionConfig
-from vllm_omni_neuron import model_settings
 from vllm_omni_neuron.sdk import (
     ComponentKind,
     DiffusersCheckpoint,
@@ -80,7 +79,7 @@ class AcmeToyVideoPipeline(NeuronDiffusionPipeline):
                 self.config,
                 group=group,
                 sequence_parallel=self.sequence_parallel,
-                context_method=model_settings(self.od_config).get("context_method", "auto"),
+                context_method=self.context_method,
             ),
             transformer_mapping(self.config),
             **where,
