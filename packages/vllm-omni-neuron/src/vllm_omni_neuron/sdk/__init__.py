@@ -74,6 +74,9 @@ if TYPE_CHECKING:
         media_of,
         resolve_request,
     )
+    from vllm_omni_neuron.sdk.schedules import (
+        flow_match_timesteps,
+    )
     from vllm_omni_neuron.sdk.spec import (
         FEATURES,
         SDK_VERSION,
@@ -176,6 +179,7 @@ _HOMES = {
         "ProfileError",
         "merge_profiles",
     ],
+    "schedules": ["flow_match_timesteps"],
     "spec": [
         "FEATURES",
         "SDK_VERSION",
@@ -259,6 +263,7 @@ __all__ = [
     "check_tensor_parallel",
     "check_tensors",
     "fit_images",
+    "flow_match_timesteps",
     "image_report",
     "load_diffusers_vae",
     "load_images",
