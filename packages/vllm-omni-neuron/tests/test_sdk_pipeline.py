@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
+from omni_neuron_parallel import cfg
 from vllm_omni_neuron.model_runner import place
 from vllm_omni_neuron.sdk import (
     FEATURES,
@@ -210,6 +213,43 @@ def branches_at(weight: float, latents: torch.Tensor, timestep: float, *lengths:
     return [weight * latents + length / 10 * timestep / 1000 for length in lengths]
 
 
+class ThreadsGroup:
+    """The CFG group of two threads, each of which has its own rank."""
+
+    axis, size, ranks = "cfg", 2, (0, 1)
+
+    def __init__(self) -> None:
+        self.local = threading.local()
+        self.sent: list[torch.Tensor | None] = [None, None]
+        self.barrier = threading.Barrier(2, timeout=20)
+
+    @property
+    def rank(self) -> int:
+        return self.local.rank
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        self.sent[self.rank] = tensor
+        self.barrier.wait()
+        gathered = torch.cat([sent for sent in self.sent if sent is not None], dim)
+        self.barrier.wait()
+        return gathered
+
+
+def on_two_cfg_ranks(monkeypatch: pytest.MonkeyPatch, pipeline_class: type[ToyPipeline]) -> list[Any]:
+    """Final latents and what was asked of the pipeline, by rank."""
+    group = ThreadsGroup()
+    monkeypatch.setattr(denoising, "get_group", lambda axis: group)
+    monkeypatch.setattr(cfg, "get_group", lambda axis: group)
+
+    def of_rank(rank: int) -> tuple[torch.Tensor, list[str]]:
+        group.local.rank = rank
+        pipeline = make(pipeline_class)
+        return run(pipeline, output_type="latent").output["payload"]["image"], pipeline.asked
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(of_rank, range(2)))
+
+
 def test_what_a_model_must_write_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"methods encode_prompt, latent_shape, load_components, model_inputs$"):
         NeuronDiffusionPipeline(od_config=types.SimpleNamespace())  # type: ignore[abstract]
@@ -282,18 +322,12 @@ def test_branches_of_guidance(monkeypatch: pytest.MonkeyPatch) -> None:
             positive, negative, style = branches_at(0.5, latents, timestep, 12, 4, 15)
             take(positive + 3.0 * (negative - 2 * style))
     torch.testing.assert_close(image, latents)
-    # The second of two CFG ranks needs what belongs to the negative branch, and nothing else.
-    given: list[Any] = []
-    monkeypatch.setattr(denoising, "get_group", lambda axis: types.SimpleNamespace(size=2, rank=1))
-    pipeline.predict_noise_with_multi_branch_cfg = lambda guided, scale, arguments: (
-        given.append([arguments, scale]) or torch.zeros(1, 4, 2, 3)
-    )
-    pipeline.asked.clear()
-    run(pipeline, num_inference_steps=1)
-    [[arguments, scale]] = given
-    assert scale == 3.0
-    assert [branch.get("branch") for branch in arguments] == [None, "negative", None]
-    assert pipeline.asked.count("condition denoiser") == 1
+    # Of two CFG ranks the first computes two branches and the second one; both have the same latents, bit for bit.
+    ranks = on_two_cfg_ranks(monkeypatch, ThreeBranchesPipeline)
+    assert [asked.count("condition denoiser") for _, asked in ranks] == [2, 1]
+    for latents, asked in ranks:
+        assert len(asked) - asked.count("condition denoiser") == 3  # every text is encoded on every rank
+        assert torch.equal(latents, image)
 
 
 def test_a_prediction_of_two_tensors() -> None:

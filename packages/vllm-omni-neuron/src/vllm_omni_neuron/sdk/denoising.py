@@ -91,8 +91,9 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
     def condition_model(self, name: str, encoded: Any, trajectory: Trajectory) -> Any:
         """What the component `name` needs of a branch in every step, such as the text's keys and values.
 
-        Called once for a component and a branch, and kept for all of their steps. By default `encoded`, as
-        `encode_prompt` returned it.
+        Called once for a component and a branch, and kept for all of their steps. With CFG parallelism ranks are asked
+        about different branches: no place for a collective over the world. By default `encoded`, as `encode_prompt`
+        returned it.
         """
         return encoded
 
