@@ -221,7 +221,7 @@ from vllm_omni_neuron.sdk import FEATURES, ComponentSpec, ModelSpec
 SPEC = ModelSpec(
     "GoodPipeline", "Good Video 1", "video", (ComponentSpec("transformer", "transformer", ("tp",), "", False),),
     {**dict.fromkeys(FEATURES, True), "lora": "not trained with any"}, axes={"tp": None, "cfg": 2}, dtypes=("float32",),
-    environment={"GOOD_VIDEO": "1"},
+    environment={"GOOD_VIDEO": "1"}, plans={"good-1": "good:sizes", "": "good:from_checkpoint"},
 )
 """
 
@@ -268,7 +268,8 @@ def test_doctor_and_models_name_faults_between_packages_and_show_the_rest(tmp_pa
         "good.pipeline.Good",
         "GoodPipeline, lora: not trained with any",
         "GoodPipeline: GOOD_VIDEO=1 (good-video)",
-        "WanPipeline: NEURON_SCRATCHPAD_PAGE_SIZE=2048 (base)",
+        "GoodPipeline: NEURON_SCRATCHPAD_PAGE_SIZE=2048 (base)",
+        "GoodPipeline, plan: good-1, a checkpoint folder",
     ):
         assert text in shown.stdout, text
 

@@ -146,11 +146,13 @@ def discover_models() -> list[RegisteredModel]:
     for claim in claims:
         if claim.status == "registered" and claim.architecture in used:
             winner = used[claim.architecture]
-            reason = f"{winner.distribution} {winner.version} claims {claim.architecture} too and goes first"
+            reason = (
+                f"{winner.distribution} {winner.version} claims {claim.architecture} too and goes first; uninstall "
+                f"one, or drop its entry point {winner.entry_point!r} with VLLM_PLUGINS"
+            )
             _warn_once(
                 f"{claim.architecture} of {claim.distribution} {claim.version} is left out: {reason} (distributions of "
-                f"others before omni-neuron's own, then by name); uninstall one, or drop its entry point "
-                f"{winner.entry_point!r} with VLLM_PLUGINS"
+                f"others go before omni-neuron's own, then by name)"
             )
             models.append(replace(claim, status="shadowed", reason=reason))
             continue

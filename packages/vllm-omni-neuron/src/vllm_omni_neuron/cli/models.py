@@ -46,8 +46,9 @@ def describe(model: RegisteredModel) -> dict[str, Any]:
     from vllm_omni_neuron.environment import model_profile, resolve
     from vllm_omni_neuron.sdk import ProfileError, SpecError
 
-    data = {name: value if value != "" else None for name, value in dataclasses.asdict(model).items()}
-    data |= {"hooks": dict(model.hooks), "spec": None, "environment": [], "problems": list(model.problems)}
+    problems = list(model.problems)
+    data: dict[str, Any] = {name: value if value != "" else None for name, value in dataclasses.asdict(model).items()}
+    data |= {"hooks": dict(model.hooks), "spec": None, "environment": [], "problems": problems}
     if model.status != "registered":
         return data
     try:
@@ -56,7 +57,7 @@ def describe(model: RegisteredModel) -> dict[str, Any]:
         profile = model_profile(model)
         data["environment"] = [dataclasses.asdict(variable) for variable in resolve(profile)]
     except (SpecError, ProfileError) as error:
-        data["problems"].append(str(error))
+        problems.append(str(error))
     return data
 
 
@@ -122,6 +123,15 @@ def _reasons(rows: list[dict[str, Any]]) -> Iterator[str]:
                 yield f"{row['architecture']}, {component['name']} is not split: {component['reason']}"
 
 
+def _names(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        for command in ("plan", "lower"):
+            known = row["spec"][f"{command}s"]
+            names = [*known["names"], *(["a checkpoint folder"] if known["checkpoints"] else [])]
+            if names:
+                yield f"{row['architecture']}, {command}: {', '.join(names)}"
+
+
 def _environment(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         for variable in row["environment"]:
@@ -136,7 +146,11 @@ def _print(rows: list[dict[str, Any]]) -> None:
     if known:
         console.print()
         console.print(features_table(known))
-    for title, lines in (("what is not supported, and why", _reasons(known)), ("environment", _environment(rows))):
+    for title, lines in (
+        ("what is not supported, and why", _reasons(known)),
+        ("what plan and lower know by name", _names(known)),
+        ("environment", _environment(rows)),
+    ):
         listed = list(lines)
         if listed:
             console.print()
