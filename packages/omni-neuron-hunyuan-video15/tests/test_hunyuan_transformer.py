@@ -84,7 +84,8 @@ def test_mapping_at_the_published_size(size: int) -> None:
     ("change", "message"),
     [
         ({"use_meanflow": True}, "use_meanflow = True"),
-        ({"qk_norm": "layer_norm"}, "qk_norm = 'layer_norm'"),
+        ({"qk_norm": "layer_norm"}, "qk_norm = .layer_norm."),
+        ({"patch_size": 2}, "patch_size = 2"),
         ({"rope_axes_dim": [16, 56, 54]}, r"rope_axes_dim = \[16, 56, 54\].*128"),
         ({"in_channels": 32}, "in_channels = 32.*65"),
     ],

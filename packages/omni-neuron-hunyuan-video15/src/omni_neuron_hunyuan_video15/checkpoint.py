@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A HunyuanVideo-1.5 checkpoint folder: its configurations, and whether this package can run it."""
+"""A HunyuanVideo-1.5 checkpoint folder: its configurations, whether this package can run it, and its DiT."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,7 +34,7 @@ class HunyuanVideo15Checkpoint(DiffusersCheckpoint):
         return self.config("vae", VaeConfig)
 
     @cached_property
-    def guider(self) -> GuiderConfig:
+    def guider_config(self) -> GuiderConfig:
         """Of guidance."""
         return GuiderConfig.from_file(self.path / "guider" / "guider_config.json")
 
@@ -42,43 +42,25 @@ class HunyuanVideo15Checkpoint(DiffusersCheckpoint):
         """Refuse a checkpoint that cannot run; reads configurations and the headers of the DiT's weights.
 
         Raises:
-            ModelConfigError: a missing folder, or configurations that this package cannot run.
+            ModelConfigError: a missing folder, or sizes that do not fit each other.
             CheckpointError: weights that do not fit.
         """
         self.check_components(*COMPONENTS)
-        self.guider  # noqa: B018  # reads and checks it
         channels, latents = self.transformer_config.out_channels, self.vae_config.latent_channels
         if channels != latents:
             raise ModelConfigError(
-                f"transformer: out_channels = {channels} but the VAE has latent_channels = {latents}"
+                f"transformer: out_channels = {channels}, but the VAE has latent_channels = {latents}"
             )
-
-        def make(group: AxisGroup) -> HunyuanVideo15Transformer:
-            return HunyuanVideo15Transformer(self.transformer_config, group=group, context_group=AxisGroup("cp"))
-
-        self.check_weights("transformer", make, transformer_mapping(self.transformer_config), UNUSED_TRANSFORMER_KEYS)
+        make, mapping = self._make(context_group=AxisGroup("cp")), transformer_mapping(self.transformer_config)
+        self.check_weights("transformer", make, mapping, UNUSED_TRANSFORMER_KEYS)
 
     def load_transformer(
         self, *, dtype: torch.dtype, device: torch.device | str, group: AxisGroup | None = None, **options: Any
     ) -> HunyuanVideo15Transformer:
         """The DiT, this rank's shards only; `options` are those of `HunyuanVideo15Transformer`."""
-        config = self.transformer_config
-        return self.load(
-            "transformer",
-            lambda group: HunyuanVideo15Transformer(config, group=group, **options),
-            transformer_mapping(config),
-            dtype=dtype,
-            device=device,
-            group=group,
-            unused=UNUSED_TRANSFORMER_KEYS,
-        )
+        make, mapping = self._make(**options), transformer_mapping(self.transformer_config)
+        unused = UNUSED_TRANSFORMER_KEYS
+        return self.load("transformer", make, mapping, dtype=dtype, device=device, group=group, unused=unused)
 
-    def patches(self, height: int, width: int, num_frames: int) -> tuple[int, int, int]:
-        """The grid of patches (frames, rows, columns) of a video; their number is that of the DiT's video tokens."""
-        vae, (p_t, p_h, p_w) = self.vae_config, self.transformer_config.patch
-        t, h, w = vae.latent_size(height, width, num_frames)
-        return t // p_t, h // p_h, w // p_w
-
-    def num_tokens(self, height: int, width: int, num_frames: int) -> int:
-        """Video tokens of the DiT."""
-        return math.prod(self.patches(height, width, num_frames))
+    def _make(self, **options: Any) -> Callable[[AxisGroup], HunyuanVideo15Transformer]:
+        return lambda group: HunyuanVideo15Transformer(self.transformer_config, group=group, **options)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from vllm_omni_neuron.sdk import ModelConfig, ModelConfigError
@@ -37,6 +36,9 @@ class HunyuanVideo15Config(ModelConfig):
     def __post_init__(self) -> None:
         if self.qk_norm != "rms_norm":
             raise ModelConfigError(f"qk_norm = {self.qk_norm!r}: HunyuanVideo-1.5 checkpoints have 'rms_norm'")
+        for name in ("patch_size", "patch_size_t"):
+            if getattr(self, name) != 1:
+                raise ModelConfigError(f"{name} = {getattr(self, name)}: HunyuanVideo-1.5 checkpoints have 1")
         if self.use_meanflow:
             raise ModelConfigError(
                 "use_meanflow = True: a model distilled by MeanFlow takes two timesteps a step, which this package "
@@ -62,16 +64,6 @@ class HunyuanVideo15Config(ModelConfig):
     def ffn_dim(self) -> int:
         """Features inside a feed-forward."""
         return int(self.hidden_size * self.mlp_ratio)
-
-    @property
-    def patch(self) -> tuple[int, int, int]:
-        """Latent frames, rows and columns in one token."""
-        return self.patch_size_t, self.patch_size, self.patch_size
-
-    @property
-    def patch_volume(self) -> int:
-        """Latent values in one patch of one channel."""
-        return math.prod(self.patch)
 
 
 @dataclass(frozen=True)

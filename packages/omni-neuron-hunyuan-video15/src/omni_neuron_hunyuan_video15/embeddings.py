@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways into the two token streams: patches of the latents, the timestep, and two encoded texts."""
+"""The ways into the two token streams: the latents, the timestep, and two encoded texts."""
 
 from __future__ import annotations
 
@@ -16,25 +16,19 @@ TIME_FREQUENCIES = 256
 GLYPH_HIDDEN_SIZE = 2048  # whatever the model's width
 
 
-class PatchEmbedding(nn.Module):
-    """A convolution whose stride is its kernel, the matrix product that it is: `[B, C, T, H, W]` to `[B, S, hidden]`.
+class LatentEmbedding(nn.Linear):
+    """A token for each latent position, `[B, C, T, H, W]` to `[B, T · H · W, hidden]`; replicated over TP.
 
-    Replicated over TP.
+    In the checkpoint it is a convolution with a kernel of one position.
     """
 
     def __init__(self, config: HunyuanVideo15Config):
-        super().__init__()
-        self.patch = config.patch
-        self.weight = nn.Parameter(torch.empty(config.hidden_size, config.in_channels * config.patch_volume))
-        self.bias = nn.Parameter(torch.empty(config.hidden_size))
+        super().__init__(config.in_channels, config.hidden_size)
         set_weight_loader(self.weight, SafetensorsWeightLoader(lambda slices, rank: slices[0][:].flatten(1)))
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
-        """See the class; the patch divides the latents' sizes."""
-        p_t, p_h, p_w = self.patch
-        b, c, t, h, w = latents.shape
-        patches = latents.reshape(b, c, t // p_t, p_t, h // p_h, p_h, w // p_w, p_w).permute(0, 2, 4, 6, 1, 3, 5, 7)
-        return F.linear(patches.flatten(4).flatten(1, 3), self.weight, self.bias)
+        """See the class."""
+        return super().forward(latents.flatten(2).transpose(1, 2))
 
 
 class SiluMlp(nn.Module):

@@ -11,7 +11,7 @@ from omni_neuron_hunyuan_video15.config import HunyuanVideo15Config
 from vllm_omni_neuron.sdk import Mapping, prefixed
 
 # ours: theirs, for layers that have a weight and a bias; the lists are concatenated in this order.
-_BLOCK: dict[str, str | list[str]] = {
+_BLOCK: Mapping = {
     "modulation": "norm1.linear",
     "text_modulation": "norm1_context.linear",
     "attn.video.qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
@@ -29,7 +29,7 @@ _BLOCK_GAINS: Mapping = {
     "attn.text.norm_q.weight": "attn.norm_added_q.weight",
     "attn.text.norm_k.weight": "attn.norm_added_k.weight",
 }
-_REFINER_BLOCK: dict[str, str | list[str]] = {
+_REFINER_BLOCK: Mapping = {
     "norm1": "norm1",
     "qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
     "o": "attn.to_out.0",
@@ -38,43 +38,46 @@ _REFINER_BLOCK: dict[str, str | list[str]] = {
     "down": "ff.net.2",
     "gates": "norm_out.linear",
 }
-_SHARED: dict[str, str | list[str]] = {
-    "patch_embedding": "x_embedder.proj",
-    "time_embedder.linear_1": "time_embed.timestep_embedder.linear_1",
-    "time_embedder.linear_2": "time_embed.timestep_embedder.linear_2",
-    "token_refiner.time_embedder.linear_1": "context_embedder.time_text_embed.timestep_embedder.linear_1",
-    "token_refiner.time_embedder.linear_2": "context_embedder.time_text_embed.timestep_embedder.linear_2",
-    "token_refiner.text_embedder.linear_1": "context_embedder.time_text_embed.text_embedder.linear_1",
-    "token_refiner.text_embedder.linear_2": "context_embedder.time_text_embed.text_embedder.linear_2",
+_SHARED: Mapping = {
+    "latent_embedding": "x_embedder.proj",
     "token_refiner.proj_in": "context_embedder.proj_in",
-    "glyph_projection.norm": "context_embedder_2.norm",
-    "glyph_projection.linear_1": "context_embedder_2.linear_1",
-    "glyph_projection.linear_2": "context_embedder_2.linear_2",
-    "glyph_projection.linear_3": "context_embedder_2.linear_3",
     "modulation_out": "norm_out.linear",
     "proj_out": "proj_out",
 }
+# Of two linear layers each, linear_1 and linear_2.
+_EMBEDDERS = {
+    "time_embedder": "time_embed.timestep_embedder",
+    "token_refiner.time_embedder": "context_embedder.time_text_embed.timestep_embedder",
+    "token_refiner.text_embedder": "context_embedder.time_text_embed.text_embedder",
+}
+_GLYPH_LAYERS = ("norm", "linear_1", "linear_2", "linear_3")
 
 # Of image-to-video: text-to-video masks an image's tokens.
 UNUSED_TRANSFORMER_KEYS = ("image_embedder.",)
 
 
-def _layers(layers: dict[str, str | list[str]]) -> Mapping:
+def transformer_mapping(config: HunyuanVideo15Config) -> Mapping:
+    """Parameter of `HunyuanVideo15Transformer` → key or keys in `transformer/`."""
+    layers = dict(_SHARED)
+    for ours, theirs in _EMBEDDERS.items():
+        layers |= {f"{ours}.{layer}": f"{theirs}.{layer}" for layer in ("linear_1", "linear_2")}
+    layers |= {f"glyph_projection.{layer}": f"context_embedder_2.{layer}" for layer in _GLYPH_LAYERS}
+    for index in range(config.num_refiner_layers):
+        theirs = f"context_embedder.token_refiner.refiner_blocks.{index}."
+        layers |= prefixed(_REFINER_BLOCK, f"token_refiner.blocks.{index}.", theirs)
+    mapping: Mapping = {"token_kinds.weight": "cond_type_embed.weight"}
+    for index in range(config.num_layers):
+        places = f"blocks.{index}.", f"transformer_blocks.{index}."
+        layers |= prefixed(_BLOCK, *places)
+        mapping |= prefixed(_BLOCK_GAINS, *places)
+    return mapping | _with_biases(layers)
+
+
+def _with_biases(layers: Mapping) -> Mapping:
+    """The two parameters of each layer."""
     mapping: Mapping = {}
     for ours, theirs in layers.items():
         for kind in ("weight", "bias"):
             keys = f"{theirs}.{kind}" if isinstance(theirs, str) else [f"{key}.{kind}" for key in theirs]
             mapping[f"{ours}.{kind}"] = keys
-    return mapping
-
-
-def transformer_mapping(config: HunyuanVideo15Config) -> Mapping:
-    """Parameter of `HunyuanVideo15Transformer` → key or keys in `transformer/`."""
-    mapping = _layers(_SHARED) | {"token_kinds.weight": "cond_type_embed.weight"}
-    for index in range(config.num_refiner_layers):
-        theirs = f"context_embedder.token_refiner.refiner_blocks.{index}."
-        mapping |= prefixed(_layers(_REFINER_BLOCK), f"token_refiner.blocks.{index}.", theirs)
-    for index in range(config.num_layers):
-        block = _layers(_BLOCK) | _BLOCK_GAINS
-        mapping |= prefixed(block, f"blocks.{index}.", f"transformer_blocks.{index}.")
     return mapping

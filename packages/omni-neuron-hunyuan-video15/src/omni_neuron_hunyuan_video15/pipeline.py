@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from omni_neuron_hunyuan_video15.checkpoint import HunyuanVideo15Checkpoint
 from omni_neuron_hunyuan_video15.rope import MAX_POSITIONS
 from omni_neuron_hunyuan_video15.spec import SPEC
 from omni_neuron_hunyuan_video15.text import MAX_TEXT_LENGTH, encode_glyphs, encode_text
-from omni_neuron_parallel import get_group
 from vllm_omni_neuron.sdk import (
     GenerationRequest,
     NeuronDiffusionPipeline,
@@ -26,7 +26,6 @@ from vllm_omni_neuron.sdk import (
     Trajectory,
     check_number,
     check_tensor_parallel,
-    load_diffusers_vae,
     load_transformers,
     on_output_rank,
 )
@@ -43,15 +42,6 @@ class HunyuanVideo15Request(GenerationRequest):
     """
 
     flow_shift: float
-
-
-class Conditioning(NamedTuple):
-    """What a branch is conditioned on; the names are those of the DiT's arguments."""
-
-    encoder_hidden_states: torch.Tensor
-    encoder_attention_mask: torch.Tensor
-    encoder_hidden_states_2: torch.Tensor
-    encoder_attention_mask_2: torch.Tensor
 
 
 class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
@@ -92,10 +82,10 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
             width=int(width),
             num_frames=121,
             num_inference_steps=50,
-            guidance_scale=checkpoint.guider.scale,
+            guidance_scale=checkpoint.guider_config.scale,
             fps=24,
             max_sequence_length=MAX_TEXT_LENGTH,
-            spatial_stride=vae.spatial_compression_ratio * checkpoint.transformer_config.patch_size,
+            spatial_stride=vae.spatial_compression_ratio,
             temporal_stride=vae.temporal_compression_ratio,
             settings=(flow_shift,),
             request_class=HunyuanVideo15Request,
@@ -104,26 +94,23 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
     @classmethod
     def check_request(cls, request: Any, checkpoint: Any, od_config: Any) -> None:
         """See the base class."""
-        if request.max_sequence_length > MAX_TEXT_LENGTH:
-            raise RequestError(f"max_sequence_length = {request.max_sequence_length}: valid are 1 to {MAX_TEXT_LENGTH}")
-        patches = checkpoint.patches(request.height, request.width, request.num_frames)
-        for name, number in zip(("num_frames", "height", "width"), patches, strict=True):
-            if number > MAX_POSITIONS:
-                raise RequestError(
-                    f"{name} = {getattr(request, name)}: it makes {number} patches, and the model's positions end at "
-                    f"{MAX_POSITIONS}"
-                )
+        longest = max(_latent_size(request, checkpoint))
+        if longest > MAX_POSITIONS:
+            raise RequestError(
+                f"height {request.height}, width {request.width}, num_frames {request.num_frames}: {longest} latents "
+                f"on an axis; the model's positions end at {MAX_POSITIONS}"
+            )
 
     @classmethod
     def num_tokens(cls, request: Any, checkpoint: Any) -> int:
         """See the base class."""
-        return checkpoint.num_tokens(request.height, request.width, request.num_frames)
+        return math.prod(_latent_size(request, checkpoint))
 
     def load_components(self) -> None:
         """See the base class."""
         checkpoint, dtype = self.checkpoint, self.dtype
         self.tokenizer, self.tokenizer_2 = (checkpoint.tokenizer(name) for name in ("tokenizer", "tokenizer_2"))
-        self.text_encoder = self.text_encoder_2 = self.vae = None
+        self.text_encoder = self.text_encoder_2 = None
         if self.is_output_rank:
             self.text_encoder = load_transformers(checkpoint, "text_encoder", dtype=dtype)
             self.text_encoder_2 = load_transformers(checkpoint, "text_encoder_2", dtype=dtype)
@@ -133,27 +120,26 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
             sequence_parallel=self.sequence_parallel,
             context_method=self.context_method,
         )
-        if self.decodes:
-            self.vae = load_diffusers_vae(checkpoint, dtype=dtype, device=self.device)
-            if self.od_config.vae_use_tiling:
-                self.vae.enable_tiling()
+        self.vae = self.load_vae()
 
-    def encode_prompt(self, text: str, request: Any) -> Conditioning:
-        """See the base class; the encoders run on the host of the output rank."""
+    def encode_prompt(self, text: str, request: Any) -> dict[str, torch.Tensor]:
+        """See the base class; by the names of the DiT's arguments. The encoders run on the host of the output rank."""
 
-        def encode() -> tuple[torch.Tensor, ...]:
-            length = request.max_sequence_length
-            return (
-                *encode_text(self.tokenizer, self.text_encoder, text, length),
-                *encode_glyphs(self.tokenizer_2, self.text_encoder_2, text),
-            )
+        def encode() -> dict[str, torch.Tensor]:
+            states, mask = encode_text(self.tokenizer, self.text_encoder, text, request.max_sequence_length)
+            glyphs, glyph_mask = encode_glyphs(self.tokenizer_2, self.text_encoder_2, text)
+            return {
+                "encoder_hidden_states": states,
+                "encoder_attention_mask": mask,
+                "encoder_hidden_states_2": glyphs,
+                "encoder_attention_mask_2": glyph_mask,
+            }
 
-        return Conditioning(*on_output_rank(encode, self.device))
+        return on_output_rank(encode, self.device)
 
     def latent_shape(self, request: Any) -> tuple[int, ...]:
         """See the base class."""
-        vae = self.checkpoint.vae_config
-        return 1, vae.latent_channels, *vae.latent_size(request.height, request.width, request.num_frames)
+        return 1, self.checkpoint.vae_config.latent_channels, *_latent_size(request, self.checkpoint)
 
     def make_scheduler(self, request: Any) -> Any:
         """See the base class; unlike the scheduler's own, the schedule ends one step before the last noise level."""
@@ -164,21 +150,20 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
         return scheduler
 
     def model_inputs(
-        self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning, trajectory: Trajectory
+        self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Any, trajectory: Trajectory
     ) -> dict[str, Any]:
         """See the base class; the condition's latents and the mask of a text-to-video model are zero."""
         added = self.checkpoint.transformer_config.in_channels - latents.shape[1]
         with_condition = F.pad(latents, (0, 0, 0, 0, 0, 0, 0, added))
-        return {"hidden_states": with_condition, "timestep": timestep, **conditioning._asdict()}
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor | None:
-        """See the base class."""
-        assert self.vae is not None
-        return self.vae.decode(self.vae.denormalize(latents), group=get_group("vae_patch"))
+        return {"hidden_states": with_condition, "timestep": timestep, **conditioning}
 
     def report(self, request: Any, trajectory: Trajectory) -> dict[str, Any]:
         """See the base class."""
         return {"flow_shift": request.flow_shift}
+
+
+def _latent_size(request: Any, checkpoint: HunyuanVideo15Checkpoint) -> tuple[int, int, int]:
+    return checkpoint.vae_config.latent_size(request.height, request.width, request.num_frames)
 
 
 # Where vLLM-Omni looks for them.

@@ -43,7 +43,7 @@ def model_sizes(name: str, dit: HunyuanVideo15Config, vae: VaeConfig) -> ModelSi
         head_dim=dit.attention_head_dim,
         ffn=dit.ffn_dim,
         text_length=MAX_TEXT_LENGTH + GLYPH_LENGTH,
-        patch=dit.patch,
+        patch=(1, 1, 1),
         branches=2,
         norm_across_heads=False,
         dit=_transformer(dit),
@@ -84,8 +84,8 @@ def _transformer(config: HunyuanVideo15Config) -> Weights:
         Linear(embeddings, config.text_embed_2_dim, GLYPH_HIDDEN_SIZE, rows="joint"),
         Linear(embeddings, GLYPH_HIDDEN_SIZE, GLYPH_HIDDEN_SIZE, rows="joint"),
         Linear(embeddings, GLYPH_HIDDEN_SIZE, dim, rows="joint"),
-        Linear(embeddings, config.in_channels * config.patch_volume, dim, rows="all"),
-        Linear(embeddings, dim, config.out_channels * config.patch_volume, rows="stream"),
+        Linear(embeddings, config.in_channels, dim, rows="all"),
+        Linear(embeddings, dim, config.out_channels, rows="stream"),
     )
     vectors = (
         Vector(config.attention_head_dim, 4 * layers),  # gains of q and k in both streams

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-# Patches on one axis of a video: 512 rows of 16 pixels, or 2045 frames; far more than the model was trained for.
+# On one axis of a video: 512 rows of 16 pixels, or 2045 frames; far more than the model was trained for.
 MAX_POSITIONS = 512
 
 
@@ -35,7 +35,7 @@ class RotaryTables(nn.Module):
         self.sin: torch.Tensor
 
     def forward(self, grid: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tables of a grid of patches (frames, rows, columns): two float32 tensors `[S, D / 2]`, frame-major."""
+        """The tables of a latent video (frames, rows, columns): two float32 tensors `[S, D / 2]`, frame-major."""
         return self._expand(self.cos, grid), self._expand(self.sin, grid)
 
     def _expand(self, table: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:

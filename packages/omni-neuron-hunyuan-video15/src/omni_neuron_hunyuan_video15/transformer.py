@@ -9,7 +9,6 @@ without it.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_neuron_hunyuan_video15.config import HunyuanVideo15Config
-from omni_neuron_hunyuan_video15.embeddings import GlyphProjection, PatchEmbedding, TimeEmbedding, TokenRefiner
+from omni_neuron_hunyuan_video15.embeddings import GlyphProjection, LatentEmbedding, TimeEmbedding, TokenRefiner
 from omni_neuron_hunyuan_video15.rope import RotaryTables, rotate
 from omni_neuron_kernels import adaln_modulate, mlp, output_projection, rms_norm
 from omni_neuron_parallel import (
@@ -225,7 +224,7 @@ class TransformerBlock(nn.Module):
 class HunyuanVideo15Transformer(nn.Module):
     """The text-to-video DiT on one rank of a TP and a CP group.
 
-    Every rank embeds all patches and keeps its tokens; S need not be divisible by anything. The projected tokens, few
+    Every rank embeds all latents and keeps its tokens; S need not be divisible by anything. The projected tokens, few
     channels wide, are gathered once, at the end.
 
     An image's tokens, which the model was trained with as well, are left out: for text-to-video all of them are masked,
@@ -267,7 +266,7 @@ class HunyuanVideo15Transformer(nn.Module):
         self.sequence_place: torch.Tensor
         dim = config.hidden_size
         self.rope = RotaryTables(config.rope_axes_dim, config.rope_theta)
-        self.patch_embedding = PatchEmbedding(config)
+        self.latent_embedding = LatentEmbedding(config)
         self.time_embedder = TimeEmbedding(dim)
         self.token_refiner = TokenRefiner(config, group)
         self.glyph_projection = GlyphProjection(config)
@@ -277,7 +276,7 @@ class HunyuanVideo15Transformer(nn.Module):
             for _ in range(config.num_layers)
         )
         self.modulation_out = nn.Linear(dim, 2 * dim)
-        self.proj_out = nn.Linear(dim, config.out_channels * config.patch_volume)
+        self.proj_out = nn.Linear(dim, config.out_channels)
         self.requires_grad_(False)
 
     @property
@@ -318,15 +317,14 @@ class HunyuanVideo15Transformer(nn.Module):
         if attention_kwargs:
             raise ValueError(f"attention_kwargs {sorted(attention_kwargs)} have no meaning for this model")
         t, h, w = hidden_states.shape[2:]
-        grid = (t // self.config.patch[0], h // self.config.patch[1], w // self.config.patch[2])
-        context = SequenceShard(math.prod(grid), self.context_group.size, self.context_group.rank)
+        context = SequenceShard(t * h * w, self.context_group.size, self.context_group.rank)
         sequence = SequenceParallel(context.shard_length, self.sequence_group)
         compiling = torch.compiler.is_compiling()
         place, sequence_place = (self.context_place, self.sequence_place) if compiling else (None, None)
 
-        video = self.patch_embedding(hidden_states.to(self.dtype))
+        video = self.latent_embedding(hidden_states.to(self.dtype))
         video = sequence.split(context.split(video, 1, place), 1, sequence_place)
-        cos, sin = (context.split(table, 0, place) for table in self.rope(grid))
+        cos, sin = (context.split(table, 0, place) for table in self.rope((t, h, w)))
         text, text_mask = self._text(
             encoder_hidden_states.to(self.dtype),
             encoder_attention_mask.bool(),
@@ -341,7 +339,7 @@ class HunyuanVideo15Transformer(nn.Module):
         scale, shift = self.modulation_out(temb).chunk(2, dim=1)
         projected = self.proj_out(adaln_modulate(video, scale, shift, epsilon=EPSILON)[0])
         projected = context.gather(sequence.gather(projected), 1, self.context_group)
-        return TransformerOutput(self._unpatchify(projected, grid))
+        return TransformerOutput(projected.transpose(1, 2).unflatten(2, (t, h, w)))
 
     def _text(
         self,
@@ -366,9 +364,3 @@ class HunyuanVideo15Transformer(nn.Module):
         shards = [layer(temb) for block in blocks for layer in (block.modulation, block.text_modulation)]
         whole = self.group.all_gather(torch.stack(shards), dim=-1).unbind(0)
         return list(zip(whole[::2], whole[1::2], strict=True))
-
-    def _unpatchify(self, tokens: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
-        p_t, p_h, p_w = self.config.patch
-        t, h, w = grid
-        patches = tokens.reshape(tokens.shape[0], t, h, w, -1, p_t, p_h, p_w).permute(0, 4, 1, 5, 2, 6, 3, 7)
-        return patches.reshape(tokens.shape[0], -1, t * p_t, h * p_h, w * p_w)
