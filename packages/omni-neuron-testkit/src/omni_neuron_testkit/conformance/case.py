@@ -177,7 +177,7 @@ def diffusers_reference(
     """
     import torch
 
-    pipeline = pipeline_class.from_pretrained(folder, torch_dtype=dtype)  # type: ignore[attr-defined]
+    pipeline = pipeline_class.from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
     if scheduler is not None:
         pipeline.scheduler = scheduler
     pipeline.set_progress_bar_config(disable=True)

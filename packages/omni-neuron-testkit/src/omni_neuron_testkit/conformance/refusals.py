@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Case:
             return f"{self.what} is not refused"
         if error in UNCHECKED:
             return f"{self.what} ends in an error that no check made: {error}: {message}"
-        if not any(name in message for name in self.names):
+        if not any(re.search(rf"\b{re.escape(name)}\b", message) for name in self.names):
             return f"{self.what}: the message names none of {', '.join(self.names)}: {error}: {message}"
         return ""
 
@@ -88,7 +89,7 @@ def _requests(kit: Kit) -> Iterator[Case]:
     cp = kit.spec.axes.get("cp", 1)
     if cp is None:
         # More ranks than there can be tokens.
-        many = kit.target().changed(parallel_config=_parallel(ring_degree=1 << 20))
+        many = kit.target().changed(parallel_config={"ring_degree": 1 << 20})
         yield Case(("cp", "ring_degree"), many, good, f"ring_degree = {1 << 20}")
 
 
@@ -105,29 +106,24 @@ def _settings(kit: Kit) -> Iterator[Case]:
             layouts[f"{setting} = 2"] = ({setting: 2}, (setting, axis))
     for what, (sizes, names) in layouts.items():
         # vLLM-Omni's own class may refuse it first, by name as well.
-        yield Case(names, target.changed(parallel_config=_parallel(**sizes)), None, what)
+        yield Case(names, target.changed(parallel_config=sizes), None, what)
     yield Case(("dtype",), target.changed(dtype="float16"), None, "dtype = float16")
     empty = kit.folder / "empty"
     empty.mkdir(exist_ok=True)
     yield Case(("model_index.json",), target.changed(folder=str(empty)), None, "a folder without a checkpoint")
-    for component in (spec.components[0], *spec.of_kind("transformer")[:1]):
-        folder = without_component(kit, component.name)
+    needed = [component for component in spec.components if not component.optional]
+    for number, component in enumerate((needed[0], *spec.of_kind("transformer")[:1])):
+        folder = _without_component(kit, component.name, kit.folder / f"incomplete-{number}")
         yield Case(
             (component.name,), target.changed(folder=str(folder)), None, f"a checkpoint without {component.name}"
         )
 
 
-def _parallel(**sizes: int) -> dict[str, int]:
-    return sizes
-
-
-def without_component(kit: Kit, name: str) -> Path:
-    """A copy of the tiny checkpoint that lacks a component's folder."""
-    folder = kit.folder / f"without-{name}"
+def _without_component(kit: Kit, name: str, folder: Path) -> Path:
+    """A copy of the tiny checkpoint, in a folder whose name says nothing, that lacks a component's folder."""
     if not folder.exists():
-        shutil.copytree(
-            kit.checkpoint(), folder, ignore=lambda path, names: [name] if Path(path) == kit.checkpoint() else []
-        )
+        whole = str(kit.checkpoint())
+        shutil.copytree(whole, folder, ignore=lambda path, _: [name] if path == whole else [])
     return folder
 
 
