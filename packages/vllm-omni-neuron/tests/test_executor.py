@@ -113,6 +113,53 @@ def test_worker_main_sends_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" in message["traceback"]
 
 
+def test_workers_start_with_the_models_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the profile says and the user has not set; the engine's own environment is as before."""
+    monkeypatch.delenv("NEURON_SCRATCHPAD_PAGE_SIZE", raising=False)
+    given: list[dict[str, str]] = []
+
+    class Context:
+        Pipe = staticmethod(mp.Pipe)
+
+        def Process(self, args: tuple[Any, ...], **rest: Any) -> FakeProcess:  # noqa: N802
+            given.append(args[3])
+            raise ValueError("not started")
+
+    monkeypatch.setattr(startup, "worker_context", Context)
+    config = types.SimpleNamespace(num_gpus=2, model_class_name="ToyPipeline", worker_extension_cls=None)
+    engine: Any = object.__new__(executor.NeuronMultiprocExecutor)
+    engine.od_config, engine._shm_prefix = config, "prefix"
+    with pytest.raises(ValueError, match="not started"):
+        engine._launch_workers(None, [None, None])
+    assert given[0]["NEURON_SCRATCHPAD_PAGE_SIZE"] == "2048"
+    assert "NEURON_SCRATCHPAD_PAGE_SIZE" not in os.environ
+
+
+def test_one_rank_has_the_models_environment_while_its_engine_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_omni.diffusion.executor.uniproc_executor import UniProcDiffusionExecutor
+
+    monkeypatch.delenv("NEURON_SCRATCHPAD_PAGE_SIZE", raising=False)
+    monkeypatch.setattr(preflight, "check_world_size", lambda od_config: None)
+    monkeypatch.setattr(UniProcDiffusionExecutor, "shutdown", lambda self: None)
+    engine: Any = object.__new__(executor.NeuronUniProcExecutor)
+    engine.od_config = types.SimpleNamespace(num_gpus=1, model_class_name="ToyPipeline")
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("no weights")
+
+    monkeypatch.setattr(UniProcDiffusionExecutor, "_init_executor", fail)
+    with pytest.raises(RuntimeError, match="no weights"):
+        engine._init_executor()
+    assert "NEURON_SCRATCHPAD_PAGE_SIZE" not in os.environ
+
+    monkeypatch.setattr(UniProcDiffusionExecutor, "_init_executor", lambda self: None)
+    engine._init_executor()
+    assert os.environ["NEURON_SCRATCHPAD_PAGE_SIZE"] == "2048"
+    for _ in range(2):
+        engine.shutdown()
+        assert "NEURON_SCRATCHPAD_PAGE_SIZE" not in os.environ
+
+
 def test_worker_main_after_ready_is_vllm_omnis_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_omni.diffusion.worker import WorkerProc
 

@@ -41,10 +41,12 @@ def find_model(name: str, purpose: Purpose) -> Any:
     functions = {key: function for spec in specs for key, function in getattr(spec, purpose).items() if key}
     if name in functions:
         return _call(functions[name])
+    command = {"plans": "plan", "lowers": "lower"}[purpose]
     index = Path(name).expanduser() / "model_index.json"
     if not index.is_file():
         raise UnknownModelError(
-            f"{name} is neither a known model ({_listed(functions)}) nor a checkpoint folder with a model_index.json"
+            f"{name} is neither a model that {command} knows by name ({_listed(functions)}) nor a checkpoint folder "
+            "with a model_index.json"
         )
     try:
         architecture = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
@@ -52,7 +54,9 @@ def find_model(name: str, purpose: Purpose) -> Any:
         raise UnknownModelError(f"{index} does not name a _class_name: {error!r}") from None
     checkpoints = {spec.architecture: getattr(spec, purpose)[""] for spec in specs if "" in getattr(spec, purpose)}
     if architecture not in checkpoints:
-        raise UnknownModelError(f"{index} has _class_name {architecture!r}; known are {_listed(checkpoints)}")
+        raise UnknownModelError(
+            f"{index} has _class_name {architecture!r}; {command} takes folders of {_listed(checkpoints)}"
+        )
     return _call(checkpoints[architecture], str(index.parent))
 
 
@@ -81,4 +85,4 @@ def _call(function: str, *arguments: str) -> Any:
 
 
 def _listed(names: dict[str, str]) -> str:
-    return ", ".join(sorted(names)) or "none: no model package that is installed can be planned for"
+    return ", ".join(sorted(names)) or "none: no model package that is installed declares any"
