@@ -170,7 +170,7 @@ def diffusers_reference(
     Args:
         pipeline_class: of diffusers.
         folder: the checkpoint.
-        request: what the kit asks for.
+        request: what the kit asks for; settings that the pipeline does not take are left out.
         dtype: of the weights.
         scheduler: instead of the checkpoint's, where the model package has another one.
         arguments: of the pipeline's call, beside those of the request.
@@ -182,13 +182,18 @@ def diffusers_reference(
         pipeline.scheduler = scheduler
     pipeline.set_progress_bar_config(disable=True)
     steps: list[torch.Tensor] = []
+    step = pipeline.scheduler.step
 
-    def record(_: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        steps.append(tensors["latents"].float().clone())
-        return tensors
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        result = step(*arguments, **options)
+        steps.append(result[0].float().clone())
+        return result
 
+    pipeline.scheduler.step = recorded
     taken = inspect.signature(pipeline_class.__call__).parameters
     settings = {name: value for name, value in request.sampling().items() if name in taken}
+    if "guidance_scale" not in taken and hasattr(pipeline, "guider"):
+        pipeline.guider = pipeline.guider.new(guidance_scale=request.guidance_scale)
     with torch.no_grad():
         latents = pipeline(
             prompt=request.prompt,
@@ -196,7 +201,6 @@ def diffusers_reference(
             **request.images,
             **{**settings, **arguments},
             generator=torch.Generator().manual_seed(request.seed),
-            callback_on_step_end=record,
             output_type="latent",
             return_dict=False,
         )[0]

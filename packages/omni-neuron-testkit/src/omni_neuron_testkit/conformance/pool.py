@@ -92,7 +92,7 @@ def _in_world(
     """On a rank: the error's text, or None and the value."""
     rank = _rank_in_pool()
     # The kit compares ranks itself, and says more; declared ranks could not answer.
-    os.environ.pop("OMNI_NEURON_CHECK_RANK_AGREEMENT", None)
+    os.environ["OMNI_NEURON_CHECK_RANK_AGREEMENT"] = "0"
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank >= (1 if paper else topology.world_size):
