@@ -230,6 +230,7 @@ def released(session: nox.Session, package: str) -> None:
             source = folder / source.relative_to(ROOT)
         session.run("uv", "build", "--quiet", "--wheel", "--out-dir", str(DIST), str(source), external=True)
     DIST.mkdir(exist_ok=True)
+    _forget_cached(session, *_declared_siblings(package))
     session.install(
         "--constraint", str(CONSTRAINTS), "--find-links", str(DIST), "--editable", f"{_package_dir(package)}[test]"
     )
@@ -242,6 +243,7 @@ def third_party(session: nox.Session) -> None:
     _build_wheels(session)
     example = ROOT / "examples" / "third_party_model"
     session.run("uv", "build", "--quiet", "--wheel", "--out-dir", str(DIST), str(example), external=True)
+    _forget_cached(session, "acme-toy-video")
     session.install("--constraint", str(CONSTRAINTS), "--find-links", str(DIST), "acme-toy-video")
     session.chdir(session.create_tmp())
     shutil.copy(example / "generate.py", ".")
@@ -282,7 +284,7 @@ def foreign(session: nox.Session, package: str) -> None:
         session.install("--no-deps", str(_wheel_of(other)))
 
 
-@nox.session(default=False, reuse_venv=False)
+@nox.session(default=False, venv_backend="none")
 def new_model(session: nox.Session) -> None:
     """docs/onboarding.md, run as it stands in an empty folder: a model package from the template, up to its wheel."""
     _build_wheels(session)
@@ -338,6 +340,12 @@ def _build_wheels(session: nox.Session, packages: Sequence[str] = PACKAGES) -> N
         shutil.rmtree(DIST)
     for package in packages:
         session.run("uv", "build", "--quiet", "--out-dir", str(DIST), str(_package_dir(package)), external=True)
+    _forget_cached(session, *packages)
+
+
+def _forget_cached(session: nox.Session, *distributions: str) -> None:
+    """Make uv install the wheels of now: it keeps them by name and version, which stay the same between releases."""
+    session.run("uv", "cache", "clean", "--quiet", *distributions, external=True)
 
 
 def _wheel_of(package: str) -> Path:
