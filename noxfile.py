@@ -345,7 +345,8 @@ def _build_wheels(session: nox.Session, packages: Sequence[str] = PACKAGES) -> N
 
 def _forget_cached(session: nox.Session, *distributions: str) -> None:
     """Make uv install the wheels of now: it keeps them by name and version, which stay the same between releases."""
-    session.run("uv", "cache", "clean", "--quiet", *distributions, external=True)
+    if distributions:  # with none it would forget everything
+        session.run("uv", "cache", "clean", "--quiet", *distributions, external=True)
 
 
 def _wheel_of(package: str) -> Path:
