@@ -105,27 +105,27 @@ def table(title: str) -> dict[str, list[str]]:
 def test_defaults_are_the_codes() -> None:
     rows = table("Controls of a request")
     defaults = {name: cells[1] for name, cells in rows.items()}
+    t2v = wan22.DEFAULTS["t2v"]
     expected = {
-        "height": wan22.DEFAULT_HEIGHT,
-        "width": wan22.DEFAULT_WIDTH,
-        "num_frames": wan22.DEFAULT_NUM_FRAMES,
-        "num_inference_steps": wan22.DEFAULT_NUM_INFERENCE_STEPS,
-        "guidance_scale": wan22.DEFAULT_GUIDANCE_SCALE,
+        "height": t2v.height,
+        "width": t2v.width,
+        "num_frames": t2v.num_frames,
+        "num_inference_steps": t2v.num_inference_steps,
+        "guidance_scale": t2v.guidance_scale,
         "flow_shift": wan22.DEFAULT_FLOW_SHIFT,
-        "fps": wan22.DEFAULT_FPS,
+        "fps": t2v.fps,
         "max_sequence_length": wan22.DEFAULT_MAX_SEQUENCE_LENGTH,
         "num_outputs_per_prompt": 1,
         "sample_solver": "unipc",
         "output_type": "np",
     }
     assert {name: defaults[name] for name in expected} == {name: str(value) for name, value in expected.items()}
-    assert str(wan22.DEFAULT_BOUNDARY_RATIO) in defaults["boundary_ratio"]
+    assert str(t2v.boundary_ratio) in defaults["boundary_ratio"]
 
 
 def test_defaults_of_every_model() -> None:
     rows = table("Models")
-    models = (wan22.ModelDefaults(), wan22.I2V_DEFAULTS, wan22.TI2V_DEFAULTS)
-    for column, defaults in enumerate(models):
+    for column, defaults in enumerate(wan22.DEFAULTS.values()):
         cells = {name: cells[column] for name, cells in rows.items()}
         assert cells["num_frames`, `fps"] == f"{defaults.num_frames}, {defaults.fps}"
         assert cells["num_inference_steps"] == str(defaults.num_inference_steps)
