@@ -18,6 +18,7 @@ from omni_neuron_kernels.ops_fp8 import (
 from omni_neuron_kernels.ops_projection import qkv_projection
 from omni_neuron_kernels.reference_attention import RingAttention, RingGroup, log_sum_exp
 from omni_neuron_kernels.reference_fp8 import NativeFp8Error, scale_rule
+from omni_neuron_kernels.reference_projection import rotate_pairs
 from omni_neuron_kernels.softmax_regimes import (
     KeyStatistics,
     bounded_softmax_is_safe,
@@ -57,6 +58,7 @@ __all__ = [
     "quantize_mx",
     "ring_attention",
     "rms_norm",
+    "rotate_pairs",
     "row_quantize",
     "scale_rule",
     "softmax_regimes",
