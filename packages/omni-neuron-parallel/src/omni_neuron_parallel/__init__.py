@@ -13,6 +13,7 @@ from omni_neuron_parallel.cfg import (
 )
 from omni_neuron_parallel.collectives import CollectiveError, collective_permute, collective_step
 from omni_neuron_parallel.context_attention import ContextAttentionStats, ContextMethod, context_attention
+from omni_neuron_parallel.embeddings import RotaryTables, sinusoidal_embedding
 from omni_neuron_parallel.groups import (
     AxisGroup,
     destroy_parallel,
@@ -29,6 +30,7 @@ from omni_neuron_parallel.layers import (
     ColumnParallelLinear,
     DistributedRMSNorm,
     QKVParallelLinear,
+    RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     group_place,
@@ -74,9 +76,11 @@ __all__ = [
     "ParallelProvider",
     "Partition",
     "QKVParallelLinear",
+    "RMSNorm",
     "RankDisagreementError",
     "RankError",
     "RankPool",
+    "RotaryTables",
     "RowParallelLinear",
     "SequenceParallel",
     "SequenceShard",
@@ -112,6 +116,7 @@ __all__ = [
     "run_on_ranks",
     "run_tiles",
     "shard_size",
+    "sinusoidal_embedding",
     "stitch_tiles",
     "tensor_digest",
     "unroutable_groups",

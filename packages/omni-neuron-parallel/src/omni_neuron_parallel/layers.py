@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_neuron_kernels import rms_norm
 from omni_neuron_parallel.groups import AxisGroup, get_group
 from omni_neuron_parallel.sequence import SequenceParallel
 from omni_neuron_runtime import (
@@ -191,6 +192,23 @@ def rms_norm_across_heads(
         (tensor * scale * weight.float()).to(original.dtype)
         for tensor, scale, weight, original in zip(widened, scales.unbind(0), weights, inputs, strict=True)
     ]
+
+
+class RMSNorm(nn.Module):
+    """RMS norm with a gain over the last dim, whole on every rank. No communication.
+
+    Of a token's features, or of each head by itself: a gain of one head's dim then serves all heads, and a TP rank
+    normalises those that it has. `DistributedRMSNorm` is the norm across heads.
+    """
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = _empty(size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[…, size]` to the same; float32 inside."""
+        return rms_norm(hidden, self.weight, epsilon=self.eps)
 
 
 class DistributedRMSNorm(nn.Module):
