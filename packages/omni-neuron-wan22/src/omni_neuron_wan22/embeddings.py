@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_neuron_parallel import sinusoidal_embedding
 from omni_neuron_runtime import SafetensorsWeightLoader, set_weight_loader
 from omni_neuron_wan22.config import WanConfig
 
@@ -61,13 +62,9 @@ class WanTimeTextEmbedding(nn.Module):
     def embed_time(self, timestep: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """`[B]` timesteps (0 to 1000) to the output modulation `[B, hidden]` and the blocks' `[B, 6, hidden]`.
 
-        Sinusoids of Vaswani et al. 2017, section 3.5, cosines first, then two linear layers with SiLU.
+        `sinusoidal_embedding`, then two linear layers with SiLU.
         """
-        half = self.freq_dim // 2
-        exponent = torch.arange(half, dtype=torch.float32, device=timestep.device) / half
-        angles = timestep.float()[:, None] * 10000.0 ** -exponent[None, :]
-        features = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        hidden = F.silu(self.time_embedder.linear_1(features))
+        hidden = F.silu(self.time_embedder.linear_1(sinusoidal_embedding(timestep, self.freq_dim)))
         temb = self.time_embedder.linear_2(hidden).to(dtype)
         return temb, self.time_proj(F.silu(temb)).unflatten(1, (6, -1))
 
