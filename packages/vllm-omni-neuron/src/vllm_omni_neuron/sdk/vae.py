@@ -294,7 +294,7 @@ def load_diffusers_vae(
         raise ModelConfigError(f"{path / 'config.json'}: diffusers {diffusers.__version__} has no class {name!r}")
     SafetensorsCheckpoint(path).validate()
     model, found = model_class.from_pretrained(
-        path, torch_dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
     check_nothing_missing(path, found["missing_keys"], str(name))
     if not encoder:
