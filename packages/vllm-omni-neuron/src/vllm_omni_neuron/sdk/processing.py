@@ -36,8 +36,12 @@ def pre_process_func(
         pipeline_class: its `spec` and hooks say what is valid.
         od_config: of the engine.
 
+    Returns:
+        The function, which raises `ClientRequestError`.
+
     Raises:
-        ModelConfigError, CheckpointError: as `check_engine_config`; the function itself raises `ClientRequestError`.
+        ModelConfigError: as `check_engine_config`.
+        CheckpointError: likewise.
     """
     checkpoint = check_engine_config(od_config, pipeline_class)
     rules = pipeline_class.request_rules(od_config, checkpoint)
