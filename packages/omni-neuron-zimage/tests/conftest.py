@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_neuron_zimage import TinyZImage, make_tiny_checkpoint
+from omni_neuron_zimage.tiny import TinyZImage, make_tiny_checkpoint
 
 # Ranks inherit sys.path, so they too can import zimage_ranks.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -8,7 +8,10 @@ from pathlib import Path
 import torch
 
 from omni_neuron_testkit.conformance import KitRequest, ModelConformance, Published, ReferenceRun, diffusers_reference
-from omni_neuron_zimage import ZImageConfig, ZImageTransformer2DModel, make_tiny_checkpoint, transformer_mapping
+from omni_neuron_zimage.config import ZImageConfig
+from omni_neuron_zimage.mapping import transformer_mapping
+from omni_neuron_zimage.tiny import make_tiny_checkpoint
+from omni_neuron_zimage.transformer import ZImageTransformer2DModel
 
 
 class TestZImage(ModelConformance):

@@ -12,7 +12,7 @@ import torch
 import zimage_ranks
 
 from omni_neuron_parallel import ContextMethod, RankPool, Topology
-from omni_neuron_zimage import ZImageConfig
+from omni_neuron_zimage.config import ZImageConfig
 from vllm_omni_neuron.sdk import ModelConfigError
 
 

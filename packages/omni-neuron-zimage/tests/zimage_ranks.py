@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 
 from omni_neuron_parallel import ContextMethod, Topology, destroy_parallel, initialize_parallel
-from omni_neuron_zimage import ZImageConfig, ZImageTransformer2DModel, transformer_mapping
+from omni_neuron_zimage.config import ZImageConfig
+from omni_neuron_zimage.mapping import transformer_mapping
+from omni_neuron_zimage.transformer import ZImageTransformer2DModel
 from vllm_omni_neuron.sdk import DiffusersCheckpoint
 
 LATENTS = (12, 20)  # 60 tokens, padded to 64

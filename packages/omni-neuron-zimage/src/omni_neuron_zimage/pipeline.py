@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 
-from omni_neuron_parallel import AxisGroup, get_group
+from omni_neuron_parallel import AxisGroup
 from omni_neuron_zimage.config import ZImageConfig, padded_length
 from omni_neuron_zimage.mapping import transformer_mapping
 from omni_neuron_zimage.spec import SPEC
@@ -21,7 +21,6 @@ from vllm_omni_neuron.sdk import (
     ComponentKind,
     DiffusersCheckpoint,
     GenerationRequest,
-    ModelConfigError,
     ModelSpec,
     NeuronDiffusionPipeline,
     RequestError,
@@ -29,13 +28,12 @@ from vllm_omni_neuron.sdk import (
     Setting,
     Trajectory,
     check_number,
-    load_diffusers_vae,
+    flow_match_timesteps,
     load_transformers,
     on_output_rank,
     tokenize,
 )
 
-SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 LAST_TIMESTEP = 1000.0  # the scheduler's, at pure noise
 
 
@@ -67,9 +65,7 @@ class NeuronZImagePipeline(NeuronDiffusionPipeline):
     def check_engine(cls, od_config: OmniDiffusionConfig, checkpoint: DiffusersCheckpoint) -> None:
         """Refuse a checkpoint that does not fit, and a TP size that does not divide the heads."""
         checkpoint.check_components("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
-        scheduler = type(checkpoint.scheduler()).__name__
-        if scheduler != SCHEDULER:
-            raise ModelConfigError(f"the checkpoint's scheduler is {scheduler}: valid is {SCHEDULER}")
+        flow_match_timesteps(checkpoint.scheduler(), 1, tokens=1)  # refuses another scheduler
         config = checkpoint.config("transformer", ZImageConfig)
         config.check_tensor_parallel(od_config.parallel_config.tensor_parallel_size)
 
@@ -137,11 +133,7 @@ class NeuronZImagePipeline(NeuronDiffusionPipeline):
             dtype=self.dtype,
             device=self.device,
         )
-        self.vae = None
-        if self.decodes:
-            self.vae = load_diffusers_vae(checkpoint, dtype=self.dtype, device=self.device)
-            if self.od_config.vae_use_tiling:
-                self.vae.enable_tiling()
+        self.vae = self.load_vae()
 
     def encode_prompt(self, text: str, request: ZImageRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """What `refine_caption` takes: the states before Qwen3's last layer, and how many rows of them are text."""
@@ -174,19 +166,11 @@ class NeuronZImagePipeline(NeuronDiffusionPipeline):
         return (1, self.config.in_channels, rows * self.config.patch_size, columns * self.config.patch_size)
 
     def make_scheduler(self, request: ZImageRequest) -> Any:
-        """The checkpoint's, its steps evenly spaced in sigma; where it shifts them, by the image's size.
-
-        diffusers' rule: the shift μ is linear in the image's tokens, through two points that the configuration has.
-        """
-        scheduler = self.checkpoint.scheduler()
-        (rows, columns), known = _grid(request, self.checkpoint), scheduler.config
-        fewest, most = known.get("base_image_seq_len", 256), known.get("max_image_seq_len", 4096)
-        low, high = known.get("base_shift", 0.5), known.get("max_shift", 1.15)
-        mu = low + (high - low) * (rows * columns - fewest) / (most - fewest)
-        steps = request.num_inference_steps
-        scheduler.set_timesteps(sigmas=torch.linspace(1.0, 1 / steps, steps).tolist(), mu=mu, device=self.device)
-        scheduler.set_begin_index(0)
-        return scheduler
+        """The checkpoint's, which may shift its steps by the image's size."""
+        rows, columns = _grid(request, self.checkpoint)
+        return flow_match_timesteps(
+            self.checkpoint.scheduler(), request.num_inference_steps, tokens=rows * columns, device=self.device
+        )
 
     def choose_model(self, timestep: float, request: ZImageRequest) -> tuple[str, float]:
         """The request's guidance until `cfg_truncation`, none from there on."""
@@ -215,11 +199,6 @@ class NeuronZImagePipeline(NeuronDiffusionPipeline):
     def postprocess_prediction(self, prediction: Any, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
         """The scheduler's velocity points to the noise, the transformer's to the image."""
         return -prediction
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor | None:
-        """An image `[1, 3, H, W]` within ±1."""
-        assert self.vae is not None
-        return self.vae.decode(self.vae.denormalize(latents), group=get_group("vae_patch"))
 
     def report(self, request: ZImageRequest, trajectory: Trajectory) -> dict[str, Any]:
         """The settings of this model's own."""
