@@ -137,10 +137,39 @@ def test_a_third_partys_model_is_found_and_goes_first(
     ]
     monkeypatch.setattr(plannable, "discover_models", lambda: models)
     for name in ("shared", "own"):
-        assert plannable.find_model(name, "plans").heads == 40
+        assert plannable.find_model(name, "plans").made.heads == 40
     with pytest.raises(plannable.UnknownModelError, match=r"\(own, shared\)"):
         plannable.find_model("wan22-t2v-a14b", "plans")
     assert "acme-broken 1" in caplog.text
+
+
+def test_a_model_that_lacks_axes_or_makes_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the spec does not have is neither planned nor suggested; an image has one frame."""
+    (tmp_path / "acme_images.py").write_text(
+        "from dataclasses import replace\n"
+        "from vllm_omni_neuron.sdk import ComponentSpec, model_spec\n"
+        "SPEC = replace(model_spec('WanPipeline'), architecture='Acme', title='Acme Image', output='image',\n"
+        "               axes={'tp': 4, 'cfg': 2}, components=(ComponentSpec('transformer', 'transformer'),),\n"
+        "               plans={'acme': 'omni_neuron_wan22.planning:t2v_a14b'})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    acme = RegisteredModel("Acme", "Class", "module", "entry", "acme", "1", spec_path="acme_images:SPEC")
+    monkeypatch.setattr(plannable, "discover_models", lambda: [acme])
+    data = json.loads(run("--tp", "4", "--devices", "8", "--suggest", "--json", model="acme").stdout)
+    assert data["video"]["frames"] == 1
+    layouts = [choice["layout"] for choice in data["suggestions"]]
+    assert {layout["cp"] for layout in layouts} == {1}
+    assert {layout["tp"] for layout in layouts} == {1, 2, 4}
+    assert not any(layout["sequence_parallel"] for layout in layouts)
+    for options, message in {
+        ("--cp", "2"): "--cp: 2: Acme Image takes 1: it has no such axis",
+        ("--tp", "8"): "--tp: 8: Acme Image takes at most 4",
+        ("--tp", "2", "--sp"): "--sp: 2: Acme Image takes 1: it has no such axis",
+        ("--frames", "5"): "--frames: 5: Acme Image makes images; leave it unset",
+    }.items():
+        result = run(*options, model="acme")
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_no_vllm_is_imported() -> None:

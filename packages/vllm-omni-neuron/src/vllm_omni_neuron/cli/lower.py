@@ -42,7 +42,7 @@ def lower(
     cfg: Annotated[int, typer.Option(min=1, help="Ranks that share the branches of guidance.")] = 1,
     height: Annotated[int, typer.Option(min=16, help="Pixels.")] = 480,
     width: Annotated[int, typer.Option(min=16, help="Pixels.")] = 832,
-    frames: Annotated[int, typer.Option(min=1, help="Frames of the video.")] = 81,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames of the video. Default: 81; of an image 1.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Only this many blocks. Default: all.")] = None,
     dtype: Annotated[LowerDtype, typer.Option(help="Of weights and activations.")] = LowerDtype.BFLOAT16,
     sp: Annotated[bool, typer.Option("--sp/--no-sp", help="Sequence parallelism within TP.")] = False,
@@ -60,12 +60,13 @@ def lower(
     from omni_neuron_parallel import Topology, destroy_parallel, initialize_parallel
     from omni_neuron_runtime import CompileError, component_compiler_args, declared_world, is_cpu_mode, lower_on_paper
 
-    from .plannable import find_model
+    from .plannable import find_model, frames_of
 
     if not is_cpu_mode():
         fail("lower traces for the CPU: set VLLM_NEURON_CPU_MODE=1")
     try:
-        components = find_model(model, "lowers")
+        spec, components = find_model(model, "lowers")
+        frames = frames_of(spec, frames)
         topology = Topology(tp=tp, cp=cp, cfg=cfg)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -11,7 +11,8 @@ import typer
 from .console import EXIT_FAILED, print_json
 
 if TYPE_CHECKING:
-    from omni_neuron_parallel.planning import ModelSizes
+    from omni_neuron_parallel.planning import Layout, ModelSizes
+    from vllm_omni_neuron.sdk import ModelSpec, SpecAxis
 
 
 class PlanTarget(StrEnum):
@@ -38,7 +39,7 @@ def plan(
     vae_patch: Annotated[int, typer.Option(help="Ranks that decode tiles; 1 decodes whole frames.")] = 1,
     height: Annotated[int, typer.Option(help="Pixels.")] = 480,
     width: Annotated[int, typer.Option(help="Pixels.")] = 832,
-    frames: Annotated[int, typer.Option(help="Frames of the video.")] = 81,
+    frames: Annotated[int | None, typer.Option(help="Frames of the video. Default: 81; of an image 1.")] = None,
     target: Annotated[PlanTarget, typer.Option(help="The chip.")] = PlanTarget.TRN2,
     devices: Annotated[int | None, typer.Option(help="Logical cores. Default: 64, a trn2.48xlarge.")] = None,
     sp: Annotated[
@@ -59,8 +60,9 @@ def plan(
     from omni_neuron_parallel import planning
 
     from .plan_tables import print_plan
+    from .plannable import refused_axis
 
-    sizes = _model(model)
+    spec, sizes, frames = _model(model, frames)
     layout = planning.Layout(tp, cp, cfg, vae_patch, bool(sp), method.value if method else "gather")
     shape, chip = planning.VideoShape(height, width, frames), planning.TARGETS[target.value]
     cores = int(chip.devices.value) if devices is None else devices
@@ -68,6 +70,9 @@ def plan(
         found = planning.plan(planning.Case(sizes, layout, shape), chip, cores)
     except planning.PlanError as error:
         raise typer.BadParameter(str(error), param_hint="--" + error.setting.replace("_", "-")) from None
+    refused = refused_axis(spec, _axes(layout))
+    if refused is not None:
+        raise typer.BadParameter(refused[1], param_hint="--" + refused[0].replace("_", "-"))
     data: dict[str, Any] = planning.plan_as_json(found, cores)
     if suggest:
         ranked = planning.suggest(
@@ -77,8 +82,9 @@ def plan(
             cores,
             vae_patch=vae_patch,
             method=method.value if method else None,
-            sequence_parallel=sp,
+            sequence_parallel=sp if "sp" in spec.axes else False,
         )
+        ranked = [choice for choice in ranked if refused_axis(spec, _axes(choice.plan.case.layout)) is None]
         data["suggestions"] = planning.suggestions_as_json(ranked)
     if json_:
         print_json(data)
@@ -88,10 +94,25 @@ def plan(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _model(name: str) -> ModelSizes:
-    from .plannable import find_model
+def _model(name: str, frames: int | None) -> tuple[ModelSpec, ModelSizes, int]:
+    from .plannable import find_model, frames_of
 
     try:
-        return find_model(name, "plans")
+        found = find_model(name, "plans")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--model") from None
+    try:
+        return found.spec, found.made, frames_of(found.spec, frames)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--frames") from None
+
+
+def _axes(layout: Layout) -> dict[SpecAxis, int]:
+    """The sizes of a layout as `refused_axis` takes them: sequence parallelism is over the ranks of TP, or not used."""
+    return {
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "cfg": layout.cfg,
+        "vae_patch": layout.vae_patch,
+        "sp": layout.tp if layout.sequence_parallel else 1,
+    }
