@@ -11,7 +11,6 @@ One image at a time: a caption's length is the position of its image.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -19,18 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_neuron_kernels import adaln_modulate, flash_attention, gated_mlp, rms_norm
+from omni_neuron_kernels import adaln_modulate, flash_attention, gated_mlp, rotate_pairs
 from omni_neuron_parallel import (
     AxisGroup,
     ColumnParallelLinear,
     ContextMethod,
     QKVParallelLinear,
+    RMSNorm,
+    RotaryTables,
     RowParallelLinear,
     SequenceParallel,
     SequenceShard,
     context_attention,
     get_group,
     group_place,
+    sinusoidal_embedding,
 )
 from omni_neuron_zimage.config import (
     SEQUENCE_MULTIPLE,
@@ -60,62 +62,8 @@ class Caption(NamedTuple):
     image_position: torch.Tensor
 
 
-class RMSNorm(nn.Module):
-    """RMS norm with a gain over the last dim; replicated over TP, for heads a gain of one head serves all."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        return rms_norm(hidden, self.weight, epsilon=self.eps)
-
-
-class RotaryTables(nn.Module):
-    """Cosines and sines of three axes (caption, row, column), as `[2, S, head_dim / 2]` float32 (Su et al. 2021)."""
-
-    def __init__(self, config: ZImageConfig):
-        super().__init__()
-        # On the CPU by name: weights are made on the meta device, and these tables are computed, not loaded.
-        for axis, (size, length) in enumerate(zip(config.axes_dims, config.axes_lens, strict=True)):
-            frequencies = config.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
-            angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies).float()
-            self.register_buffer(f"axis_{axis}", torch.stack([angles.cos(), angles.sin()]), persistent=False)
-
-    def image(self, grid: tuple[int, int], position: torch.Tensor, length: int) -> torch.Tensor:
-        """Of an image of `grid` tokens at `position` `[1]`, row by row, and of pads up to `length`, at the origin."""
-        rows, columns = grid
-        first, second, third = self._axes()
-        parts = [
-            first.index_select(1, position).unsqueeze(2),
-            second[:, :rows].unsqueeze(2),
-            third[:, :columns].unsqueeze(1),
-        ]
-        image = torch.cat([part.expand(2, rows, columns, -1) for part in parts], dim=-1).flatten(1, 2)
-        origin = torch.cat([table[:, :1] for table in (first, second, third)], dim=-1)
-        return torch.cat([image, origin.expand(2, length - rows * columns, -1)], dim=1)
-
-    def caption(self, length: int) -> torch.Tensor:
-        """Of a caption: positions 1 to `length` on the first axis, 0 on the others."""
-        first, second, third = self._axes()
-        others = [table[:, :1].expand(2, length, -1) for table in (second, third)]
-        return torch.cat([first[:, 1 : length + 1], *others], dim=-1)
-
-    def _axes(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self.get_buffer(f"axis_{axis}") for axis in range(3))
-
-
-def rotate(heads: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring channels of `[B, S, N, D]` by `tables` `[2, S, D / 2]`, in float32."""
-    even, odd = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = tables.unsqueeze(2).unbind(0)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(heads.dtype)
-
-
 class TimestepEmbedding(nn.Module):
-    """Sinusoids (Vaswani et al. 2017, section 3.5, cosines first) and two linear layers; replicated over TP."""
+    """Sinusoids and two linear layers; replicated over TP."""
 
     def __init__(self, features: int):
         super().__init__()
@@ -124,10 +72,7 @@ class TimestepEmbedding(nn.Module):
 
     def forward(self, timestep: torch.Tensor) -> torch.Tensor:
         """Float32 `[1]`, 0 to 1000, to `[1, features]` in the weights' dtype."""
-        half = TIMESTEP_FEATURES // 2
-        exponent = torch.arange(half, dtype=torch.float32, device=timestep.device) / half
-        angles = timestep.float()[:, None] * torch.exp(-math.log(10000.0) * exponent)
-        features = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.linear_1.weight.dtype)
+        features = sinusoidal_embedding(timestep, TIMESTEP_FEATURES).to(self.linear_1.weight.dtype)
         return self.linear_2(F.silu(self.linear_1(features)))
 
 
@@ -150,7 +95,7 @@ class ZImageAttention(nn.Module):
     def forward(self, hidden: torch.Tensor, tables: torch.Tensor, attend: Attend) -> torch.Tensor:
         """`attend` takes queries, keys and values `[1, S, N / tp, D]` and returns what the queries got."""
         query, key, value = (part.unflatten(2, (-1, self.head_dim)) for part in self.qkv(hidden))
-        query, key = rotate(self.norm_q(query), tables), rotate(self.norm_k(key), tables)
+        query, key = (rotate_pairs(part, *tables.unbind(0)) for part in (self.norm_q(query), self.norm_k(key)))
         return self.out(attend(query, key, value).flatten(2))
 
 
@@ -275,7 +220,10 @@ class ZImageTransformer2DModel(nn.Module):
                 for _ in range(count)
             )
 
-        self.rotary = RotaryTables(config)
+        # Of caption, row and column; diffusers rounds angles to float32.
+        self.rotary = RotaryTables(
+            config.axes_dims, config.axes_lens, theta=config.rope_theta, angle_dtype=torch.float32
+        )
         self.timestep_embedder = TimestepEmbedding(config.timestep_dim)
         self.image_embedder = nn.Linear(config.patch_channels, config.dim)
         self.image_pad = nn.Parameter(torch.empty(1, config.dim))
@@ -320,7 +268,7 @@ class ZImageTransformer2DModel(nn.Module):
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return flash_attention(query, key, value, key_mask=mask)
 
-        hidden, stream = self._run(self.context_refiner, embedded, self.rotary.caption(rows), attend)
+        hidden, stream = self._run(self.context_refiner, embedded, self._caption_tables(rows, features.device), attend)
         return Caption(stream.gather(hidden), mask, padded + 1)
 
     def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor, caption: Caption) -> torch.Tensor:
@@ -347,8 +295,9 @@ class ZImageTransformer2DModel(nn.Module):
         # This rank's part of the image, and of the caption.
         of_image, of_caption = self._shard(length), self._shard(caption.tokens.shape[1])
         place, cp, method = self._place(self.context_place), self.context_group, self.context_method
-        image_tables = of_image.split(self.rotary.image(grid, caption.image_position, length), 1, place)
-        caption_tables = of_caption.split(self.rotary.caption(caption.tokens.shape[1]), 1, place)
+        image_tables = of_image.split(self._image_tables(grid, caption.image_position, length), 1, place)
+        caption_tables = self._caption_tables(caption.tokens.shape[1], embedded.device)
+        caption_tables = of_caption.split(caption_tables, 1, place)
         takes_part = torch.ones(1, length, dtype=torch.bool, device=embedded.device)
         mask = torch.cat([of_image.split(takes_part, 1, place), of_caption.split(caption.mask, 1, place)], dim=1)
 
@@ -380,6 +329,16 @@ class ZImageTransformer2DModel(nn.Module):
         for block in blocks:
             hidden = block(hidden, tables, attend, stream, temb)
         return hidden, stream
+
+    def _image_tables(self, grid: tuple[int, int], position: torch.Tensor, length: int) -> torch.Tensor:
+        """Cosines and sines `[2, length, head_dim / 2]` of an image at `position` `[1]`; pads stand at the origin."""
+        cos, sin = self.rotary(position, *grid)
+        pads = (0, 0, 0, length - cos.shape[0])
+        return torch.stack([F.pad(cos, pads, value=1.0), F.pad(sin, pads)])
+
+    def _caption_tables(self, rows: int, device: torch.device) -> torch.Tensor:
+        """The same of a caption, whose tokens and pads stand at 1 to `rows`."""
+        return torch.stack(self.rotary(torch.arange(1, rows + 1, device=device), 1, 1))
 
     def _shard(self, length: int) -> SequenceShard:
         return SequenceShard(length, self.context_group.size, self.context_group.rank)
