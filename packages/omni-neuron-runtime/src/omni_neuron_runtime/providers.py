@@ -160,21 +160,25 @@ def discover_providers(group: str, *, unfiltered: Collection[str] = ()) -> Provi
 
 
 def _declared(group: str) -> Iterator[Provider]:
-    seen: set[str] = set()
     for distribution in metadata.distributions():
         # Not metadata.entry_points(): there, one unreadable entry_points.txt raises for everybody.
         try:
-            name, version = distribution.metadata["Name"] or "", distribution.version
-            # The first one on the path is the one that Python imports; a second copy further on is not used.
-            if name and _normalised(name) in seen:
-                continue
             entry_points = [entry for entry in distribution.entry_points if entry.group == group]
+            if not entry_points:
+                continue  # hundreds of them, whose metadata would take long to parse
+            name, version = distribution.metadata["Name"] or "", distribution.version
+            hidden = name and _identity(metadata.distribution(name)) != _identity(distribution)
         except Exception as error:
             _warn_once(f"the metadata of a distribution cannot be read ({_place(distribution)}): {error!r}; left out")
             continue
-        seen.add(_normalised(name))
-        for entry in entry_points:
-            yield Provider(entry.name, entry.value, group, name, version, _entry_point=entry)
+        # The first one on the path is the one that Python imports; a second copy further on is not used.
+        if not hidden:
+            for entry in entry_points:
+                yield Provider(entry.name, entry.value, group, name, version, _entry_point=entry)
+
+
+def _identity(distribution: metadata.Distribution) -> tuple[str, str]:
+    return str(distribution.locate_file("")), distribution.version
 
 
 def _place(distribution: metadata.Distribution) -> str:
