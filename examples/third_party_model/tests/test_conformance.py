@@ -7,7 +7,6 @@ A model that diffusers has needs no code here: `diffusers_reference` runs its pi
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -28,8 +27,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 def waves(values: torch.Tensor, width: int) -> torch.Tensor:
     steps = torch.arange(width // 2) / (width // 2)
-    angles = values.float()[:, None] * torch.exp(-math.log(10000.0) * steps)
-    return torch.cat([torch.sin(angles), torch.cos(angles)], dim=-1)
+    angles = values.float()[:, None] * 10000.0**-steps
+    return torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
 
 
 class ReferenceTextEncoder(nn.Module):

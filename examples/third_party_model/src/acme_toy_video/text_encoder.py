@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from omni_neuron_parallel import AxisGroup, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from omni_neuron_parallel import (
+    AxisGroup,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    sinusoidal_embedding,
+)
 from torch import nn
 from vllm_omni_neuron.sdk import Mapping
 
 from .config import TextEncoderConfig
-from .layers import sinusoids
 
 
 class TextEncoder(nn.Module):
@@ -31,7 +36,7 @@ class TextEncoder(nn.Module):
         """`[B, L]` to `[B, L, width]`, the same on every rank."""
         embedded = self.embedding(token_ids)
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)
-        embedded = embedded + sinusoids(positions, embedded.shape[-1]).to(embedded.dtype)
+        embedded = embedded + sinusoidal_embedding(positions, embedded.shape[-1]).to(embedded.dtype)
         return embedded + self.down(F.gelu(self.up(embedded)))
 
 

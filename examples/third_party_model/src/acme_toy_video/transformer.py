@@ -23,12 +23,12 @@ from omni_neuron_parallel import (
     context_attention,
     get_group,
     group_place,
+    sinusoidal_embedding,
 )
 from torch import nn
 from vllm_omni_neuron.sdk import Mapping, prefixed
 
 from .config import TransformerConfig
-from .layers import sinusoids
 
 
 class TextKeysValues(NamedTuple):
@@ -206,10 +206,10 @@ class Transformer(nn.Module):
         num_tokens, dtype = patches.shape[1], self.patch_in.weight.dtype
         context = SequenceShard(num_tokens, self.context_group.size, self.context_group.rank)
         sequence = SequenceParallel(context.shard_length, self.sequence_group)
-        positions = sinusoids(torch.arange(num_tokens, device=latents.device), self.config.hidden)
+        positions = sinusoidal_embedding(torch.arange(num_tokens, device=latents.device), self.config.hidden)
         hidden = self.patch_in(patches.to(dtype)) + positions.to(dtype)
         hidden = sequence.split(context.split(hidden, 1, self.context_place), 1, self.sequence_place)
-        time = F.silu(self.time_in(sinusoids(timestep, self.config.hidden).to(dtype)))
+        time = F.silu(self.time_in(sinusoidal_embedding(timestep, self.config.hidden).to(dtype)))
         for block, key_value in zip(self._blocks(), text.blocks, strict=True):
             hidden = block(hidden, time, key_value, text.mask, sequence, num_tokens)
         shift, scale = self.modulation_out(time).unsqueeze(1).chunk(2, dim=-1)
