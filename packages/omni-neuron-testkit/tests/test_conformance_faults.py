@@ -104,6 +104,14 @@ def test_what_is_neither_run_nor_declared_fails(kit_of: Callable[[Any], Kit]) ->
         suite.test_memory_plan(kit)
 
 
+def test_an_axis_of_the_spec_must_be_seen(kit_of: Callable[[Any], Kit]) -> None:
+    class OneAxis(ToySuite):
+        layouts = (TP2,)
+
+    with pytest.raises(AssertionError, match="axes cp, cfg, which no layout"):
+        OneAxis().test_spec(kit_of(OneAxis))
+
+
 def test_a_test_of_the_kit_cannot_be_taken_away(kit_of: Callable[[Any], Kit]) -> None:
     class Replaced(ToySuite):
         test_seeds = None

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .case import STANDARD_LAYOUTS, supported
+from .case import supported
 from .kit import load
 from .report import ModelReport, Outcome, TestResult, worst
-from .suite import NOT_SUPPORTED, ModelConformance, names_of_tests
+from .suite import NOT_SUPPORTED, ModelConformance, layouts_of, names_of_tests
 
 # The tests that show a feature; those of images only where the suite's request brings them.
 TESTS_OF_FEATURES: dict[str, tuple[str, ...]] = {
@@ -63,7 +63,7 @@ def _facts_of(suite: type[ModelConformance]) -> dict[str, Any]:
 
     spec = load(suite.spec)
     claims = [model for model in discover_models() if model.architecture == spec.architecture]
-    layouts = STANDARD_LAYOUTS if suite.layouts is None else suite.layouts
+    layouts = layouts_of(suite)
     return {
         "suite": suite.__name__,
         "architecture": spec.architecture,

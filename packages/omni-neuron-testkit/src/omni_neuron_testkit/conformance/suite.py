@@ -102,10 +102,9 @@ class ModelConformance:
         return _shared_kit
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """A test for every layout, and for every dtype that is none of the reference's."""
+        """A test for every layout."""
         if "layout" in metafunc.fixturenames:
-            layouts = STANDARD_LAYOUTS if self.layouts is None else self.layouts
-            metafunc.parametrize("layout", layouts, ids=str)
+            metafunc.parametrize("layout", layouts_of(self), ids=str)
 
     # The tests, those that need no process first.
 
@@ -124,6 +123,9 @@ class ModelConformance:
         assert not unknown, f"not_supported names {', '.join(unknown)}; known are {', '.join(sorted(known))}"
         empty = [name for name, reason in self.not_supported.items() if not reason.strip()]
         assert not empty, f"not_supported gives no reason for {', '.join(empty)}"
+        shown = {"vae_patch", *self.not_supported, *(axis for layout in layouts_of(self) for axis in layout.axes)}
+        unseen = [axis for axis in spec.axes if axis not in shown]
+        assert not unseen, f"the spec has the axes {', '.join(unseen)}, which no layout of the suite uses"
 
     def test_loader_coverage(self, kit: Kit) -> None:
         """Of the published model every checkpoint key is used or declared unused, and every parameter is filled."""
@@ -281,6 +283,11 @@ class ModelConformance:
         assert found.status == "registered" and found.latents is not None
 
 
+def layouts_of(suite: Any) -> Sequence[Layout]:
+    """What a suite compares with one rank, whether its spec allows it or not."""
+    return suite.layouts or STANDARD_LAYOUTS
+
+
 def names_of_tests() -> list[str]:
     """The kit's tests without `test_`, in the order in which they run."""
     return [name.removeprefix("test_") for name in vars(ModelConformance) if name.startswith("test_")]
@@ -321,7 +328,7 @@ def _multi_rank_layouts(suite: ModelConformance, kit: Kit) -> list[Layout]:
     """The suite's layouts that the spec allows and that are not declared as not supported."""
     return [
         layout
-        for layout in (STANDARD_LAYOUTS if suite.layouts is None else suite.layouts)
+        for layout in layouts_of(suite)
         if supported(layout, kit.spec) and not {"layout", f"layout[{layout}]"} & set(suite.not_supported)
     ]
 
