@@ -19,7 +19,7 @@ import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
-from vllm_omni_neuron.cli import app, engine
+from vllm_omni_neuron.cli import app, engine, outputs
 from vllm_omni_neuron.cli.engine import GenerationRequest, GenerationResult, Run
 from vllm_omni_neuron.video import read_video_info
 
@@ -251,6 +251,24 @@ def test_several_videos_are_numbered_in_the_order_of_their_seeds(
     assert all(read_video_info(path).frames == 5 for path in summary["outputs"])
     assert summary["seeds"] == [7, 8]
     assert not (tmp_path / "out.mp4").exists()
+
+
+def test_an_image_model_writes_png(
+    arguments: list[str], fake_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "model_spec", lambda architecture: SimpleNamespace(output="image"))
+    fake_engine.answer = output(report=REPORT)
+    fake_engine.answer.images = [Image.new("RGB", (6, 4), color) for color in ("red", "blue")]
+    stderr = run(arguments, code=2)[1]
+    assert "this model makes images; the name must end in .png" in stderr
+    arguments[-1] = str(tmp_path / "out.png")
+    summary = json.loads(run([*arguments, "--seed", "7", "--json"], code=0)[0])
+    assert [summary[name] for name in ("width", "height", "num_frames", "fps")] == [6, 4, 1, None]
+    assert summary["outputs"] == [str(tmp_path / f"out-{number}.png") for number in (1, 2)]
+    with Image.open(summary["outputs"][1]) as image:
+        assert image.getpixel((0, 0)) == (0, 0, 255)
+    table = run([*arguments, "--seed", "7"], code=0)[0]
+    assert "image files" in table and "fps" not in table
 
 
 def test_where_settings_came_from(arguments: list[str], fake_engine: Engine) -> None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni-neuron generate`: a prompt becomes an MP4."""
+"""`vllm-omni-neuron generate`: a prompt becomes a video or an image."""
 
 from __future__ import annotations
 
 import secrets
-from pathlib import Path
 
 from . import options
 from .engine import GenerationRequest
@@ -14,7 +13,7 @@ from .run import Reporting, generate_videos
 def generate(
     model: options.Model,
     prompt: options.Prompt,
-    output: options.Output = Path("video.mp4"),
+    output: options.Output = None,
     image: options.Image = None,
     last_image: options.LastImage = None,
     image_policy: options.ImagePolicyOption = None,
@@ -55,7 +54,7 @@ def generate(
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> None:
-    """Generate a video from a prompt.
+    """Generate a video, or an image, from a prompt.
 
     Exit codes: 0 done, 1 generation failed, 2 wrong usage.
     """

@@ -18,6 +18,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .outputs import SUFFIXES
+
 MAX_SEED = 2**63 - 1
 DEFAULT_PROFILE_RUNS = 3
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -95,9 +97,11 @@ def _model(value: str) -> str:
     raise typer.BadParameter(f"no folder {value}; expected a checkpoint folder in the layout of diffusers")
 
 
-def _output(value: Path) -> Path:
-    if value.suffix.lower() != ".mp4":
-        raise typer.BadParameter(f"{value} does not end in .mp4, the only format written")
+def _output(value: Path | None) -> Path | None:
+    if value is None:
+        return None
+    if value.suffix.lower() not in SUFFIXES.values():
+        raise typer.BadParameter(f"{value} does not end in {' or '.join(SUFFIXES.values())}, the formats written")
     if value.is_dir():
         raise typer.BadParameter(f"{value} is a folder")
     folder = value.parent
@@ -137,8 +141,14 @@ def _image(value: Path | None) -> Path | None:
 Model = Annotated[str, typer.Option(callback=_model, help="Checkpoint folder in the layout of diffusers.")]
 Prompt = Annotated[str, typer.Option(callback=_text, help="What the video shows.")]
 Output = Annotated[
-    Path,
-    typer.Option("--output", "-o", callback=_output, help="The MP4 to write; of several the names are numbered."),
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        callback=_output,
+        help="The MP4 to write, or the PNG of an image model; of several the names are numbered. Default: video.mp4 or "
+        "image.png.",
+    ),
 ]
 Image = Annotated[
     Path | None,

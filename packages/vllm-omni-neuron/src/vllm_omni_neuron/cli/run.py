@@ -17,7 +17,7 @@ import typer
 from . import engine
 from .console import EXIT_INTERRUPTED, EXIT_USAGE, err, fail, out, print_json
 from .engine import GenerationRequest, GenerationResult
-from .outputs import write_videos
+from .outputs import output_path, write_outputs
 from .profile import profile_of, profile_path, profile_table, write_profile
 from .progress import EngineOutput, engine_streams
 from .summary import effective_sources, generation_report, notes, summary_from_output, summary_table
@@ -39,25 +39,27 @@ class Reporting:
 
 def generate_videos(
     request: GenerationRequest,
-    output: Path,
+    output: Path | None,
     *,
     stage_config: Path | None = None,
     deploy_config: Path | None = None,
     profile_runs: int | None = None,
     reporting: Reporting | None = None,
 ) -> None:
-    """Generate what `request` asks for, write the MP4 file or files, and report; ends the command where that fails.
+    """Generate what `request` asks for, write the file or files, and report; ends the command where that fails.
 
     Args:
         request: What to generate, without a configuration file.
-        output: The MP4 to write; of several videos the names are numbered.
+        output: The MP4 to write, or the PNG of a model that makes images; of several the names are numbered. None for
+            `video.mp4` or `image.png`.
         stage_config: A stage YAML with the engine's settings.
         deploy_config: Or a deploy configuration of vLLM-Omni 0.30.
-        profile_runs: Time this many generations after one to warm up, and write the result beside the video.
+        profile_runs: Time this many generations after one to warm up, and write the result beside the file.
         reporting: What to show.
     """
     reporting = reporting or Reporting()
     _check(request, stage_config, deploy_config)
+    output = output_path(request.model, output)
     _require_active_plugin()
     with _deploy_file(request, stage_config, deploy_config) as deploy_file:
         request = replace(request, deploy_config=deploy_file)
@@ -138,7 +140,7 @@ def _generate(
     try:
         with _engine_output(show, reporting.verbose) as (phase, log):
             result = engine.run_engine(request, phase, profile_runs)
-            phase("writing the video")
+            phase("writing the file")
             summary = _write(request, result, output)
     except KeyboardInterrupt:
         fail("interrupted", EXIT_INTERRUPTED)
@@ -168,7 +170,7 @@ def _engine_output(show: bool, verbose: bool) -> Iterator[tuple[Callable[[str], 
 
 def _write(request: GenerationRequest, result: GenerationResult, output: Path) -> dict[str, Any]:
     last = result.runs[-1]
-    written = write_videos(last.output, output, request.fps)
+    written = write_outputs(last.output, output, request.fps)
     info = next(iter(written.values()))
     summary = summary_from_output(last.output)
     seconds = {**summary["seconds"], "start": result.start_seconds, "total": last.seconds}

@@ -93,11 +93,12 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table = plain_table("", "")
     frames, fps = summary["num_frames"], summary["fps"]
     outputs = summary["outputs"]
+    kind = "image file" if fps is None else "video"
     rows = {
-        ("video" if len(outputs) == 1 else "videos"): ", ".join(outputs),
+        (kind if len(outputs) == 1 else f"{kind}s"): ", ".join(outputs),
         "model": summary["model"],
         "size": f"{summary['width']}×{summary['height']}",
-        "frames": f"{frames} at {fps:g} fps ({frames / fps:.2f} s)",
+        **({} if fps is None else {"frames": f"{frames} at {fps:g} fps ({frames / fps:.2f} s)"}),
         "steps": _per_expert(summary["steps_per_expert"], join=" + "),
         "guidance": _per_expert(summary["guidance_per_expert"]),
         "schedule": _schedule(summary),
