@@ -124,6 +124,15 @@ def test_vllm_plugins_that_drops_a_model_says_so(
     assert "acme-toy" in caplog.text
 
 
+SPEC = """
+from dataclasses import replace
+from vllm_omni_neuron.sdk import FEATURES, ComponentSpec, ModelSpec
+transformer = ComponentSpec('transformer', 'transformer')
+SPEC = ModelSpec('ToyOnePipeline', 'Toy', 'image', (transformer,), dict.fromkeys(FEATURES, 'a toy'))
+OTHER = replace(SPEC, architecture='OtherPipeline')
+"""
+
+
 def spec_source(module: str, sdk: int = 1, path: str | None = None) -> str:
     return f"{source_of(ENTRY)}SDK = {sdk}\nMODEL_SPECS = {{'ToyOnePipeline': {path or module + '_spec:SPEC'!r}}}\n"
 
@@ -245,13 +254,7 @@ def test_the_engine_names_the_package_whose_pipeline_it_cannot_import(
 
 def test_specs(install: Callable[..., None], tmp_path: Path) -> None:
     """Found by architecture; one that is broken, of another architecture or missing is said by name."""
-    spec = (
-        "from dataclasses import replace\nfrom vllm_omni_neuron.sdk import FEATURES, ComponentSpec, ModelSpec\n"
-        "SPEC = ModelSpec('ToyOnePipeline', 'Toy', 'image', (ComponentSpec('transformer', 'transformer'),),\n"
-        "                 dict.fromkeys(FEATURES, 'a toy'))\n"
-        "OTHER = replace(SPEC, architecture='OtherPipeline')\n"
-    )
-    (tmp_path / "acme_toy_spec.py").write_text(spec)
+    (tmp_path / "acme_toy_spec.py").write_text(SPEC)
     install("acme-toy", "acme_toy", spec_source("acme_toy"))
     found = model_spec("ToyOnePipeline")
     assert (found.title, found.supports("lora"), found.why_not("lora")) == ("Toy", False, "a toy")
@@ -304,13 +307,23 @@ def test_malformed_entries(
 
 
 def test_the_output_type_reaches_vllm_omnis_endpoints(
-    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    install: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The registry's own word for it, else the spec's; a spec that is broken is said and stops nobody."""
     from vllm_omni.diffusion import model_metadata
 
     monkeypatch.setattr(model_metadata, "_DIFFUSION_MODEL_METADATA", dict(model_metadata._DIFFUSION_MODEL_METADATA))
     install("acme-toy", "acme_toy", source_of({**ENTRY, "final_output_type": "video"}))
+    specified = spec_source("mute_toy", path="acme_toy:IMAGE").replace("ToyOnePipeline", "MutePipeline")
+    install("mute-toy", "mute_toy", specified)
     registry.declare_output_types()
+    assert "spec 'acme_toy:IMAGE' of mute-toy 1.2: SpecError" in caplog.text
+    (tmp_path / "mute_toy_spec.py").write_text(SPEC.replace("ToyOnePipeline", "MutePipeline"))
+    (tmp_path / "mute_toy.py").write_text(specified.replace("acme_toy:IMAGE", "mute_toy_spec:SPEC"))
+    sys.modules.pop("mute_toy")
+    importlib.invalidate_caches()
+    registry.declare_output_types()
+    assert model_metadata.get_diffusion_model_metadata("MutePipeline").final_output_type == "image"
     assert model_metadata.get_diffusion_model_metadata("ToyOnePipeline").final_output_type == "video"
     assert model_metadata.get_diffusion_model_metadata("WanPipeline").final_output_type == "video"
 
