@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from vllm_omni_neuron.sdk import ModelConfig, ModelConfigError
 
+# On one axis of a video: 512 rows of 16 pixels, or 2045 frames; far more than the model was trained for.
+MAX_POSITIONS = 512
+
 
 @dataclass(frozen=True)
 class HunyuanVideo15Config(ModelConfig):

@@ -9,7 +9,13 @@ from torch import nn
 
 from omni_neuron_hunyuan_video15.config import HunyuanVideo15Config
 from omni_neuron_kernels import flash_attention
-from omni_neuron_parallel import AxisGroup, ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from omni_neuron_parallel import (
+    AxisGroup,
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    sinusoidal_embedding,
+)
 from omni_neuron_runtime import SafetensorsWeightLoader, set_weight_loader
 
 TIME_FREQUENCIES = 256
@@ -45,17 +51,14 @@ class SiluMlp(nn.Module):
 
 
 class TimeEmbedding(SiluMlp):
-    """A timestep `[B]` (0 to 1000) to `[B, hidden]`: sinusoids (Vaswani et al. 2017, section 3.5), cosines first."""
+    """A timestep `[B]` (0 to 1000) to `[B, hidden]`: the MLP on its sinusoids."""
 
     def __init__(self, features: int):
         super().__init__(TIME_FREQUENCIES, features)
 
     def forward(self, timestep: torch.Tensor) -> torch.Tensor:
         """See the class; the sinusoids are float32."""
-        half = TIME_FREQUENCIES // 2
-        exponent = torch.arange(half, dtype=torch.float32, device=timestep.device) / half
-        angles = timestep.float()[:, None] * 10000.0 ** -exponent[None, :]
-        return super().forward(torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.linear_1.weight.dtype))
+        return super().forward(sinusoidal_embedding(timestep, TIME_FREQUENCIES).to(self.linear_1.weight.dtype))
 
 
 class RefinerBlock(nn.Module):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 
 from omni_neuron_hunyuan_video15.checkpoint import HunyuanVideo15Checkpoint
-from omni_neuron_hunyuan_video15.rope import MAX_POSITIONS
+from omni_neuron_hunyuan_video15.config import MAX_POSITIONS
 from omni_neuron_hunyuan_video15.spec import SPEC
 from omni_neuron_hunyuan_video15.text import MAX_TEXT_LENGTH, encode_glyphs, encode_text
 from vllm_omni_neuron.sdk import (

@@ -15,15 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_neuron_hunyuan_video15.config import HunyuanVideo15Config
+from omni_neuron_hunyuan_video15.config import MAX_POSITIONS, HunyuanVideo15Config
 from omni_neuron_hunyuan_video15.embeddings import GlyphProjection, LatentEmbedding, TimeEmbedding, TokenRefiner
-from omni_neuron_hunyuan_video15.rope import RotaryTables, rotate
-from omni_neuron_kernels import adaln_modulate, mlp, output_projection, rms_norm
+from omni_neuron_kernels import adaln_modulate, mlp, output_projection, rotate_pairs
 from omni_neuron_parallel import (
     AxisGroup,
     ColumnParallelLinear,
     ContextMethod,
     QKVParallelLinear,
+    RMSNorm,
+    RotaryTables,
     RowParallelLinear,
     SequenceParallel,
     SequenceShard,
@@ -42,19 +43,6 @@ class TransformerOutput(NamedTuple):
     sample: torch.Tensor
 
 
-class HeadNorm(nn.Module):
-    """RMS norm of each head by itself, `[B, S, N / tp, D]` to the same; one gain `[D]` for all heads, whole on every
-    rank."""
-
-    def __init__(self, head_dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(head_dim))
-
-    def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        return rms_norm(heads, self.weight, epsilon=EPSILON)
-
-
 class Projections(nn.Module):
     """Queries, keys and values of one stream: heads split over TP, the first two normalised."""
 
@@ -62,8 +50,9 @@ class Projections(nn.Module):
         super().__init__()
         self.head_dim = config.attention_head_dim
         self.qkv = QKVParallelLinear(config.hidden_size, config.num_attention_heads, self.head_dim, group=group)
-        self.norm_q = HeadNorm(self.head_dim)
-        self.norm_k = HeadNorm(self.head_dim)
+        # Each head by itself, with one gain for all.
+        self.norm_q = RMSNorm(self.head_dim, EPSILON)
+        self.norm_k = RMSNorm(self.head_dim, EPSILON)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[B, S, hidden]` to three `[B, S, N / tp, D]`."""
@@ -130,8 +119,8 @@ class JointAttention(nn.Module):
         query, key, value = self.video(video)
         text_query, text_key, text_value = self.text(text)
         attended = context_attention(
-            torch.cat([rotate(query, rotary), text_query], dim=1),
-            rotate(key, rotary),
+            torch.cat([rotate_pairs(query, *rotary), text_query], dim=1),
+            rotate_pairs(key, *rotary),
             value,
             group=self.context_group,
             kv_length=video_length,
@@ -265,7 +254,7 @@ class HunyuanVideo15Transformer(nn.Module):
         self.context_place: torch.Tensor
         self.sequence_place: torch.Tensor
         dim = config.hidden_size
-        self.rope = RotaryTables(config.rope_axes_dim, config.rope_theta)
+        self.rope = RotaryTables(config.rope_axes_dim, [MAX_POSITIONS] * 3, theta=config.rope_theta)
         self.latent_embedding = LatentEmbedding(config)
         self.time_embedder = TimeEmbedding(dim)
         self.token_refiner = TokenRefiner(config, group)
@@ -324,7 +313,7 @@ class HunyuanVideo15Transformer(nn.Module):
 
         video = self.latent_embedding(hidden_states.to(self.dtype))
         video = sequence.split(context.split(video, 1, place), 1, sequence_place)
-        cos, sin = (context.split(table, 0, place) for table in self.rope((t, h, w)))
+        cos, sin = (context.split(table, 0, place) for table in self.rope(t, h, w))
         text, text_mask = self._text(
             encoder_hidden_states.to(self.dtype),
             encoder_attention_mask.bool(),
