@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from omni_neuron_hunyuan_video15.config import HunyuanVideo15Config
 from omni_neuron_hunyuan_video15.mapping import UNUSED_TRANSFORMER_KEYS, transformer_mapping
 from omni_neuron_hunyuan_video15.tiny import make_tiny_checkpoint
 from omni_neuron_hunyuan_video15.transformer import HunyuanVideo15Transformer
-from omni_neuron_testkit.conformance import KitRequest, ModelConformance, Published, ReferenceRun
+from omni_neuron_testkit.conformance import KitRequest, ModelConformance, Published, ReferenceRun, diffusers_reference
 
 
 class TestHunyuanVideo15(ModelConformance):
@@ -29,33 +28,10 @@ class TestHunyuanVideo15(ModelConformance):
 
     @staticmethod
     def reference(folder: Path, request: KitRequest, dtype: torch.dtype) -> ReferenceRun:
-        """The latents after each step. The pipeline has no callback, and its guidance scale is in the guider."""
+        """The latents after each step."""
         from diffusers import HunyuanVideo15Pipeline
 
-        pipeline = HunyuanVideo15Pipeline.from_pretrained(folder, torch_dtype=dtype)
-        pipeline.set_progress_bar_config(disable=True)
-        pipeline.guider = pipeline.guider.new(guidance_scale=request.guidance_scale)
-        steps: list[torch.Tensor] = []
-        step = pipeline.scheduler.step
-
-        def recorded(*arguments: Any, **options: Any) -> Any:
-            result = step(*arguments, **options)
-            steps.append(result[0].float())
-            return result
-
-        pipeline.scheduler.step = recorded
-        latents = pipeline(
-            prompt=request.prompt,
-            negative_prompt=request.negative_prompt,
-            height=request.height,
-            width=request.width,
-            num_frames=request.num_frames,
-            num_inference_steps=request.num_inference_steps,
-            generator=torch.Generator().manual_seed(request.seed),
-            output_type="latent",
-            return_dict=False,
-        )[0]
-        return ReferenceRun(latents.float(), steps)
+        return diffusers_reference(HunyuanVideo15Pipeline, folder, request, dtype)
 
     @staticmethod
     def published() -> dict[str, Published]:
