@@ -51,24 +51,22 @@ def diffusers_latents(checkpoints: Checkpoints) -> Latents:
     return of
 
 
-@pytest.mark.parametrize(
-    ("name", "images"), [("i2v", 1), ("i2v", 2), ("i2v-clip", 2), ("ti2v", 0), ("ti2v", 1)], ids=str
-)
+@pytest.mark.parametrize(("name", "images"), [("i2v", 1), ("i2v-clip", 2), ("ti2v", 0), ("ti2v", 1)], ids=str)
 def test_trajectory(checkpoints: Checkpoints, diffusers_latents: Latents, name: str, images: int) -> None:
     latents, _ = image_reference.run_trajectory(str(checkpoints(name)), images, {})
     assert relative_l2(latents, diffusers_latents(name, images)) <= 1e-3
 
 
 @pytest.mark.parametrize(
-    ("topology", "config"),
+    ("name", "images", "topology", "config"),
     [
-        (Topology(tp=2), {"additional_config": {"tp_sequence_parallel": True}}),
-        (Topology(cp=2, vae_patch=2), {}),
-        (Topology(cfg=2), {}),
+        ("ti2v", 1, Topology(tp=2), {"additional_config": {"tp_sequence_parallel": True}}),
+        ("ti2v", 1, Topology(cp=2, vae_patch=2), {}),
+        ("ti2v", 1, Topology(cfg=2), {}),
+        ("i2v", 2, Topology(cp=2, vae_patch=2), {}),
     ],
-    ids=["tp2-sp", "cp2-vae2", "cfg2"],
+    ids=["ti2v-tp2-sp", "ti2v-cp2-vae2", "ti2v-cfg2", "i2v-cp2-vae2"],
 )
-@pytest.mark.parametrize(("name", "images"), [("i2v", 2), ("ti2v", 1)], ids=["i2v", "ti2v"])
 def test_trajectory_on_two_ranks(
     checkpoints: Checkpoints,
     diffusers_latents: Latents,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request calls traces into full graphs with static shapes, as a compile backend on a device needs it."""
+"""What the graphs of a request hold. The conformance kit counts them and compares what they compute."""
 
 from __future__ import annotations
 
@@ -42,23 +42,6 @@ def generate(pipeline: Any, prompt: str = "a cat") -> torch.Tensor:
 
     request = pipeline.resolve(prompt, OmniDiffusionSamplingParams(seed=1, **SETTINGS))
     return pipeline.decode(pipeline.diffuse(pipeline.prepare_latents(request), pipeline.encode(request)))
-
-
-def test_a_compiled_pipeline_is_a_few_full_graphs_and_the_same_video(
-    tiny: Path, graphs: list[torch.fx.GraphModule], backend: Callable[..., Any]
-) -> None:
-    pipeline = make_pipeline(str(tiny), torch.float32)
-    eager = generate(pipeline)
-    pipeline.compile(backend=backend)
-    compiled = generate(pipeline)
-    # Text encoder; a projection of the text and a forward for each expert; the decoder's first and later chunks. Fewer
-    # where Dynamo sees that the experts are alike: weights are inputs of a graph.
-    count = len(graphs)
-    assert 5 <= count <= 7
-    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
-    assert torch.equal(generate(pipeline), compiled)
-    assert not torch.equal(generate(pipeline, "a longer prompt"), compiled)
-    assert len(graphs) == count  # nothing is compiled twice, for other steps, prompts or chunks
 
 
 def test_no_graph_reads_the_cpu(tiny: Path, graphs: list[torch.fx.GraphModule], backend: Callable[..., Any]) -> None:
