@@ -17,6 +17,7 @@ from torch import nn
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from omni_neuron_parallel import cfg
+from vllm_omni_neuron.compilation import warmup_requests
 from vllm_omni_neuron.model_runner import place
 from vllm_omni_neuron.sdk import (
     FEATURES,
@@ -359,6 +360,14 @@ def test_initial_latents() -> None:
     request = {"num_outputs_per_prompt": 2, "output_type": "latent"}
     drawn = run(pipeline, seed=None, generator=generators, **request).output["payload"]["image"]
     assert torch.equal(drawn, run(pipeline, **request).output["payload"]["image"])
+
+
+def test_warm_up_shapes_of_images_have_no_frames() -> None:
+    [warm_up] = warmup_requests(["16x24"])
+    request = make(ToyPipeline).resolve(warm_up.prompt, warm_up.sampling_params)
+    assert (request.height, request.width, request.num_frames) == (16, 24, 1)
+    with pytest.raises(ValueError, match="warmup_shapes: '16' is not valid; write height x width x frames"):
+        list(warmup_requests(["16"]))
 
 
 def test_components_and_their_graphs() -> None:

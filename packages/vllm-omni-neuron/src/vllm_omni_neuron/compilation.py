@@ -53,7 +53,7 @@ def warmup_requests(shapes: Sequence[str], pipeline: Any = None) -> Iterator[Omn
     """A guided request of a few steps for each shape.
 
     Args:
-        shapes: such as "480x832x81": height, width and frames.
+        shapes: such as "480x832x81": height, width and frames; or "1024x1024" for a model of images.
         pipeline: of one that declares image input (`support_image_input`, as for vLLM-Omni's own dummy run) the
             requests bring a black image of the shape.
 
@@ -61,12 +61,13 @@ def warmup_requests(shapes: Sequence[str], pipeline: Any = None) -> Iterator[Omn
         ValueError: a shape that is not written so.
     """
     for index, shape in enumerate(shapes):
-        match = re.fullmatch(r"(\d+)[x×](\d+)[x×](\d+)", str(shape))
+        match = re.fullmatch(r"(\d+)[x×](\d+)(?:[x×](\d+))?", str(shape))
         if match is None:
             raise ValueError(
-                f"warmup_shapes: {shape!r} is not valid; write height x width x frames, such as 480x832x81"
+                f"warmup_shapes: {shape!r} is not valid; write height x width x frames, such as 480x832x81, or of "
+                "images height x width"
             )
-        height, width, frames = map(int, match.groups())
+        height, width, frames = (int(size or 1) for size in match.groups())
         prompt: Any = {"prompt": "warm-up", "negative_prompt": "warm-up"}
         if getattr(pipeline, "support_image_input", False):
             image = Image.new(getattr(pipeline, "color_format", "RGB"), (width, height))
