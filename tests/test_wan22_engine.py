@@ -26,7 +26,9 @@ from omni_neuron_wan22 import NeuronFlowUniPCMultistepScheduler, TinyWan, make_t
 
 pytestmark = pytest.mark.engine
 RUN = Path(__file__).with_name("wan22_engine_run.py")
-REQUEST = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 8}
+REQUEST = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 4}
+# Sizes of tensor parallelism whose engines are looked at from every side; four ranks add nothing to the rest.
+THOROUGH = (1, 2)
 SERVER_START_TIMEOUT_S = 300
 ENGINES_TIMEOUT_S = 900
 
@@ -61,6 +63,24 @@ def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("wan-i2v") / "tiny-i2v", TinyWan(task="i2v"))
 
 
+def refused_engines(model: Path, folder: Path) -> dict[str, list[Any]]:
+    """Checkpoint and settings of engines that cannot run; their checkpoints are made in `folder`."""
+    for name in ("no_vae", "truncated"):
+        shutil.copytree(model, folder / name)
+    shutil.rmtree(folder / "no_vae" / "vae")
+    [weights] = (folder / "truncated" / "transformer_2").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return {
+        "heads": [str(model), {"tensor_parallel_size": 3}],
+        "devices": [str(model), {"tensor_parallel_size": 4}],
+        "no_vae": [str(folder / "no_vae"), {"tensor_parallel_size": 2}],
+        "truncated": [str(folder / "truncated"), {"tensor_parallel_size": 2}],
+        "branches": [str(model), {"cfg_parallel_size": 3}],
+        "ulysses": [str(model), {"ulysses_degree": 2}],
+        "vae": [str(model), {"tensor_parallel_size": 2, "vae_patch_parallel_size": 3}],
+    }
+
+
 @pytest.fixture(scope="module")
 def engines(model: Path, image_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """The folder with a subfolder for each layout, and each engine's log.
@@ -71,9 +91,10 @@ def engines(model: Path, image_model: Path, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("engines")
     layouts = {f"TP{size}": {"tensor_parallel_size": size} for size in (1, 2, 4)} | LAYOUTS
     layouts["image"] = {"tensor_parallel_size": 2, "image_to_video": str(image_model)}
+    refused = refused_engines(model, tmp_path_factory.mktemp("refused"))
     with (folder / "log.txt").open("w") as stream:
         result = subprocess.run(
-            [sys.executable, str(RUN), str(model), str(folder), json.dumps(layouts)],
+            [sys.executable, str(RUN), str(model), str(folder), json.dumps(layouts), json.dumps(refused)],
             stdout=stream,
             stderr=subprocess.STDOUT,
             env=environment(OMNI_NEURON_CHECK_RANK_AGREEMENT="1"),
@@ -170,15 +191,16 @@ def test_image_to_video_makes_the_frames_of_diffusers(engines: tuple[Path, dict[
 
 
 def test_same_seed_same_bits(runs: dict) -> None:
-    for report, _ in runs.values():
-        assert report["same_seed_is_bit_equal"]
+    assert all(report["same_seed_is_bit_equal"] for report, _ in runs.values())
+    for size in THOROUGH:
+        report, _ = runs[size]
         assert report["other_seed_differs"]
         assert report["generator_continues"]
 
 
 def test_several_videos_of_one_request(runs: dict) -> None:
-    for report, _ in runs.values():
-        videos = report["videos"]
+    for size in THOROUGH:
+        videos = runs[size][0]["videos"]
         assert videos["bit_equal"] and videos["generators"] and videos["generator_goes_on"]
         assert videos["report"] == {
             "num_outputs_per_prompt": 2,
@@ -197,11 +219,13 @@ def test_the_guides_python_examples_run(engines: tuple[Path, dict[str, str]]) ->
 def test_reports(runs: dict) -> None:
     for size, (report, _) in runs.items():
         generation = report["generation"]
-        assert generation["steps_per_expert"] == {"transformer": 4, "transformer_2": 4}
+        assert generation["steps_per_expert"] == {"transformer": 2, "transformer_2": 2}
         assert generation["guidance_per_expert"] == {"transformer": 4.0, "transformer_2": 4.0}
         assert generation["layout"] == {"tp": size, "cp": 1, "cfg": 1}
         assert (generation["seed"], generation["model"], generation["dtype"]) == (11, "tiny", "float32")
         assert set(generation["seconds"]) == {"text", "denoise", "vae", "transfer"}
+    for size in THOROUGH:
+        report, _ = runs[size]
         assert report["euler"]["generation"]["sample_solver"] == "euler"
         assert report["euler"]["generation"]["flow_shift"] == 12.0
         assert report["rounded"] == [1, 5, 64, 96, 3]
@@ -271,32 +295,9 @@ def test_online_errors_say_what_is_valid(server: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def refusals(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What `Omni(...)` raises for checkpoints and settings that cannot run; one process tries them all."""
-    folder = tmp_path_factory.mktemp("refusals")
-    for name in ("no_vae", "truncated"):
-        shutil.copytree(model, folder / name)
-    shutil.rmtree(folder / "no_vae" / "vae")
-    [weights] = (folder / "truncated" / "transformer_2").glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    cases = {
-        "heads": [str(model), {"tensor_parallel_size": 3}],
-        "devices": [str(model), {"tensor_parallel_size": 4}],
-        "no_vae": [str(folder / "no_vae"), {"tensor_parallel_size": 2}],
-        "truncated": [str(folder / "truncated"), {"tensor_parallel_size": 2}],
-        "branches": [str(model), {"cfg_parallel_size": 3}],
-        "ulysses": [str(model), {"ulysses_degree": 2}],
-        "vae": [str(model), {"tensor_parallel_size": 2, "vae_patch_parallel_size": 3}],
-    }
-    run = subprocess.run(
-        [sys.executable, str(RUN.with_name("wan22_refusals_run.py")), json.dumps(cases), str(folder / "report.json")],
-        env=environment(NEURON_VISIBLE_DEVICES="0-2"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    return json.loads((folder / "report.json").read_text())
+def refusals(engines: tuple[Path, dict[str, str]]) -> dict[str, dict[str, Any]]:
+    """What `Omni(...)` raises for checkpoints and settings that cannot run (`refused_engines`)."""
+    return json.loads((engines[0] / "refusals.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 """Run by test_wan22_engine.py: engines of several layouts, one after the other in one process (vLLM imports slowly).
 
 For each it writes a report, latents and frames into a folder of the layout's name, and to stdout `ENGINE_STARTS` and
-the name, so that the log can be told apart. Then the Python examples of docs/features.md run, which start their own.
+the name, so that the log can be told apart. Then it tries engines that must not start, and at last runs the Python
+examples of docs/features.md, which start their own.
 
-usage: wan22_engine_run.py MODEL OUTPUT_FOLDER LAYOUTS_JSON, layouts being {name: settings of the engine}, among them
-"image_to_video": PATH for an image-to-video checkpoint instead of MODEL
+usage: wan22_engine_run.py MODEL OUTPUT_FOLDER LAYOUTS_JSON REFUSALS_JSON, layouts being {name: settings of the engine},
+among them "image_to_video": PATH for an image-to-video checkpoint instead of MODEL; refusals {name: [model, settings]}
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ENGINE_STARTS = "=== engine"
 
 
 def parameters(**changes: Any) -> OmniDiffusionSamplingParams:
-    settings: dict[str, Any] = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 8, "seed": 11}
+    settings: dict[str, Any] = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 4, "seed": 11}
     return OmniDiffusionSamplingParams(**{**settings, "guidance_scale": 4.0, **changes})
 
 
@@ -52,14 +53,27 @@ def main() -> None:
             [output] = omni.generate(prompt, parameters(**changes), use_tqdm=False)
             return output
 
-        # The layouts of tensor parallelism alone are looked at from every side, the others compared with them.
+        # One rank and two are looked at from every side, the other layouts compared with them.
         run = run_tensor_parallel if set(settings) <= {"tensor_parallel_size"} else run_layout
         run = run if image_to_video is None else run_image_to_video
         report = run(generate, folder / name)
         omni.close()
         (folder / name / "report.json").write_text(json.dumps(report))
+    print(ENGINE_STARTS, "refusals", flush=True)
+    (folder / "refusals.json").write_text(json.dumps(refusals(json.loads(sys.argv[4]))))
     print(ENGINE_STARTS, "guide", flush=True)
     (folder / "guide.json").write_text(json.dumps(run_python(folder)))
+
+
+def refusals(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The error of each engine, and how many processes it has started by then. There are three devices."""
+    os.environ["NEURON_VISIBLE_DEVICES"] = "0,1,2"
+    report = {}
+    for name, (model, settings) in cases.items():
+        error = _error_of(lambda: Omni(model=model, dtype="float32", **settings).close())  # noqa: B023
+        report[name] = {"error": error, "processes": len(multiprocessing.active_children())}
+    del os.environ["NEURON_VISIBLE_DEVICES"]  # which the caller has not set
+    return report
 
 
 def run_tensor_parallel(generate: Any, folder: Path) -> dict[str, Any]:
@@ -72,6 +86,10 @@ def run_tensor_parallel(generate: Any, folder: Path) -> dict[str, Any]:
         "generation": first.multimodal_output["metadata"]["generation"],
         "workers": workers,
         "same_seed_is_bit_equal": np.array_equal(frames, np.asarray(generate().images[0])),
+    }
+    if workers > 2:
+        return {**report, "kill": _kill_rank_1(generate)}
+    report |= {
         "other_seed_differs": not np.array_equal(frames, np.asarray(generate(seed=12).images[0])),
         # The state of the caller's generator travels to the workers; a copy of its seed would give other noise.
         "generator_continues": _generator_continues(generate),
