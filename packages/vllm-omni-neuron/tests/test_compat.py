@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import subprocess
 import sys
@@ -89,37 +88,41 @@ def test_segments_are_named() -> None:
     assert result.stdout.startswith("omnxtest_3_")
 
 
-def test_engine_patches_choose_our_executors_and_can_be_applied_twice() -> None:
-    probe = (
-        "import types\n"
-        "import vllm_omni_neuron\n"
-        "from vllm_omni_neuron.compat import apply_engine_patches\n"
-        "from vllm_omni.diffusion.executor.abstract import DiffusionExecutor\n"
-        "from vllm_omni.diffusion.inline_stage_diffusion_client import InlineStageDiffusionClient as Client\n"
-        "from vllm.v1.engine.exceptions import EngineDeadError\n"
-        "apply_engine_patches(); first = DiffusionExecutor.__dict__['get_class']\n"
-        "apply_engine_patches(); assert DiffusionExecutor.__dict__['get_class'] is first\n"
-        "for world, backend in ((1, None), (2, None), (1, 'mp')):\n"
-        "    config = types.SimpleNamespace(num_gpus=world, distributed_executor_backend=backend)\n"
-        "    print(DiffusionExecutor.get_class(config).__name__)\n"
-        "class Dead(Client):\n"
-        "    def __init__(self, reason):\n"
-        "        import asyncio\n"
-        "        self._output_queue, self._engine_dead, self.stage_id = asyncio.Queue(), True, 0\n"
-        "        self._engine = types.SimpleNamespace(executor=types.SimpleNamespace(failure_reason=reason))\n"
-        "for reason in ('rank 3 was killed', None):\n"
-        "    try:\n"
-        "        Dead(reason).get_diffusion_output_nowait()\n"
-        "    except EngineDeadError as error:\n"
-        "        print(str(error))\n"
-    )
-    environment = {**os.environ, "VLLM_NEURON_CPU_MODE": "1"}
-    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    lines = [line for line in result.stdout.splitlines() if not line.startswith(("INFO ", "WARNING "))]
-    assert lines[:3] == ["NeuronUniProcExecutor", "NeuronMultiprocExecutor", "NeuronMultiprocExecutor"]
-    assert lines[3] == "stage 0's diffusion engine is dead: rank 3 was killed"
-    assert "rank" not in lines[4]
+def test_engine_patches_choose_our_executors_and_can_be_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm_omni.diffusion import registry
+    from vllm_omni.diffusion.executor.abstract import DiffusionExecutor
+    from vllm_omni.diffusion.inline_stage_diffusion_client import InlineStageDiffusionClient
+
+    # Set to themselves, so that they are put back at the end.
+    monkeypatch.setattr(registry, "_load_process_func", registry._load_process_func)
+    for owner, name in ((DiffusionExecutor, "get_class"), (InlineStageDiffusionClient, "get_diffusion_output_nowait")):
+        monkeypatch.setattr(owner, name, owner.__dict__[name])
+    compat.apply_engine_patches()
+    first = DiffusionExecutor.__dict__["get_class"]
+    compat.apply_engine_patches()
+    assert DiffusionExecutor.__dict__["get_class"] is first
+
+    chosen = [
+        DiffusionExecutor.get_class(
+            types.SimpleNamespace(num_gpus=world, distributed_executor_backend=backend)
+        ).__name__
+        for world, backend in ((1, None), (2, None), (1, "mp"))
+    ]
+    assert chosen == ["NeuronUniProcExecutor", "NeuronMultiprocExecutor", "NeuronMultiprocExecutor"]
+
+    class Dead(InlineStageDiffusionClient):
+        def __init__(self, reason: str | None) -> None:
+            self._output_queue, self._engine_dead, self.stage_id = asyncio.Queue(), True, 0
+            self._engine = types.SimpleNamespace(executor=types.SimpleNamespace(failure_reason=reason))
+
+    with pytest.raises(EngineDeadError, match="stage 0's diffusion engine is dead: rank 3 was killed"):
+        Dead("rank 3 was killed").get_diffusion_output_nowait()
+    with pytest.raises(EngineDeadError) as without_reason:
+        Dead(None).get_diffusion_output_nowait()
+    assert "rank" not in str(without_reason.value)
 
 
 @pytest.mark.parametrize(("owns", "left"), [(True, ["loaded"]), (False, ["vae_patch_parallel_size", "loaded"])])
