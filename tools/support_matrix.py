@@ -41,7 +41,8 @@ against the model's reference. Nothing here was run on a Trainium.
 
 - **✓** the spec says so, and the kit's tests of it passed
 - **✗** the spec says so, and a test of it failed
-- **not tested** the spec says so, and no test of the kit has looked at it; a number refers to the kit's reason
+- **not tested** the spec says so, and no test of the kit has looked at it (a package's own tests may have: see
+  [status](status.md)); a number refers to the kit's reason
 - **–** not supported; the number refers to the reason that the spec gives
 
 """
