@@ -45,7 +45,8 @@ class Model(torch.nn.Module):
         heads = y.view(1, 4, 4, 4)
         attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
         picked = y.index_select(0, torch.arange(4, device=y.device).flip(0))
-        return y.roll(3, 1), y.var(-1), attended, self.conv(frames), picked, (y > 1).any(-1)
+        unit = torch.nn.functional.normalize(y, dim=-1)
+        return y.roll(3, 1), y.var(-1), attended, self.conv(frames), picked, (y > 1).any(-1), unit
 
 
 def run(model, cache, dtype=torch.float32, **options):

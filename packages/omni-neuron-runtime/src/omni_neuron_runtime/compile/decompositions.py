@@ -27,6 +27,7 @@ _FURTHER = (
     _aten.any.dims,
     _aten.fill,
     _aten.gelu,
+    _aten.linalg_vector_norm,
 )
 # torch's own decompositions of these end in operations that StableHLO has no word for; torch-mlir has better ones, or
 # the functions below are.
