@@ -12,6 +12,7 @@ from omni_neuron_runtime import declared_world
 from .case import Published
 from .kit import load
 
+TILE_RANKS = 8
 Publish = Callable[[], Mapping[str, Published]]
 
 
@@ -78,7 +79,11 @@ def check_plan(spec: Any, name: str, real_size: tuple[int, int, int], published:
             real = sum(parameter.numel() for parameter in Published(*one).module.parameters())
             expected = planned[kinds[component]]
             assert real == expected, f"{component} has {real} parameters, the plan of {chosen} counts {expected}"
-    fitting = [one.plan for one in suggest(sizes, VideoShape(*real_size), TARGETS["trn2"]) if one.plan.memory.fits]
-    assert fitting, f"{chosen} at {'×'.join(map(str, real_size))} fits no layout of a trn2"
-    best = fitting[0]
-    return {"model": chosen, "layout": str(best.case.layout), "GiB a rank": best.memory.peak / GIB}
+    shape, target = VideoShape(*real_size), TARGETS["trn2"]
+    # Whole frames on one rank; where that is too much, tiles on several, if the model has them.
+    decoding = (1, TILE_RANKS) if "vae_patch" in spec.axes else (1,)
+    plans = (one.plan for ranks in decoding for one in suggest(sizes, shape, target, vae_patch=ranks))
+    best = next((plan for plan in plans if plan.memory.fits), None)
+    assert best is not None, f"{chosen} at {'×'.join(map(str, real_size))} fits no layout of a trn2"
+    tiles = f", VAE patch {best.case.layout.vae_patch}" if best.case.layout.vae_patch > 1 else ""
+    return {"model": chosen, "layout": f"{best.case.layout}{tiles}", "GiB a rank": best.memory.peak / GIB}
