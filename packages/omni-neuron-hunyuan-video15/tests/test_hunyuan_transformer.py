@@ -16,6 +16,7 @@ from omni_neuron_hunyuan_video15.config import GuiderConfig, HunyuanVideo15Confi
 from omni_neuron_hunyuan_video15.mapping import UNUSED_TRANSFORMER_KEYS, transformer_mapping
 from omni_neuron_hunyuan_video15.text import glyph_text
 from omni_neuron_hunyuan_video15.transformer import HunyuanVideo15Transformer
+from omni_neuron_hunyuan_video15.vae import causal_mask
 from omni_neuron_parallel import AxisGroup, RankPool, Topology
 from vllm_omni_neuron.sdk import ModelConfigError, mapping_coverage
 
@@ -126,3 +127,16 @@ def test_the_instruction_is_that_of_diffusers() -> None:
     assert parameters["system_message"].default == text.INSTRUCTION
     assert parameters["crop_start"].default == text.INSTRUCTION_TOKENS
     assert parameters["tokenizer_max_length"].default == text.MAX_TEXT_LENGTH
+
+
+def test_the_mask_of_the_vae_is_that_of_diffusers() -> None:
+    from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
+
+    size: dict[str, Any] = {
+        "n_frame": 3,
+        "n_hw": 4,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "batch_size": 2,
+    }
+    assert torch.equal(causal_mask(**size), HunyuanVideo15AttnBlock.prepare_causal_attention_mask(**size))
