@@ -57,7 +57,7 @@ class ImageCondition:
         return torch.cat([self.latents, latents[:, :, 1:]], dim=2)
 
 
-class ClipImageEncoder:
+class ClipImageEncoder(nn.Module):
     """CLIP's vision model, float32 on the host: it runs once a request, on a few hundred tokens.
 
     Args:
@@ -65,13 +65,14 @@ class ClipImageEncoder:
     """
 
     def __init__(self, checkpoint: Path):
+        super().__init__()
         self.processor = AutoImageProcessor.from_pretrained(checkpoint / "image_processor", local_files_only=True)
-        # Not a component of the pipeline, which would move to the device with it.
-        self.model: nn.Module = CLIPVisionModel.from_pretrained(
+        self.model = CLIPVisionModel.from_pretrained(
             checkpoint / "image_encoder", dtype=torch.float32, local_files_only=True
-        ).eval()
+        )
+        self.requires_grad_(False).eval()
 
-    def __call__(self, images: list[Image.Image]) -> torch.Tensor:
+    def forward(self, images: list[Image.Image]) -> torch.Tensor:
         """The last layer but one, `[images, L, width]` float32."""
         inputs = self.processor(images=images, return_tensors="pt")
         return self.model(inputs["pixel_values"], output_hidden_states=True).hidden_states[-2]

@@ -94,7 +94,7 @@ class NeuronWanPipeline(WanHooks, NeuronDiffusionPipeline):
                 self.vae.enable_tiling()
         self.takes_image_embeds = checkpoint.transformer_config(checkpoint.experts[0]).image_dim is not None
         needs_clip = self.takes_image_embeds and self.is_output_rank
-        self.clip = ClipImageEncoder(checkpoint.path) if needs_clip else None
+        self.image_encoder = ClipImageEncoder(checkpoint.path) if needs_clip else None
         if self.od_config.cache_backend == "cache_dit":
             # Here, because the library is slow to import.
             from omni_neuron_wan22.cache_rule import register_cache_dit
@@ -135,7 +135,7 @@ class NeuronWanPipeline(WanHooks, NeuronDiffusionPipeline):
                 temporal_stride=self.checkpoint.vae_config.scale_factor_temporal,
                 is_first_frame=self.checkpoint.task == "ti2v",
                 vae=self.vae,
-                image_encoder=self.clip,
+                image_encoder=self.image_encoder,
                 takes_embeds=self.takes_image_embeds,
                 device=self.device,
             )

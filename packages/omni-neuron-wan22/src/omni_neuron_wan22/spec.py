@@ -17,6 +17,7 @@ _CLIP = ComponentSpec(
     "image_encoder",
     reason="Wan2.1's CLIP runs once a request, on the host of the output rank, in float32",
     optional=True,
+    host=True,
 )
 _PLANNING, _LOWERING = "omni_neuron_wan22.planning", "omni_neuron_wan22.lowering"
 
