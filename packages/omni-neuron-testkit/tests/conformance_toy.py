@@ -21,6 +21,7 @@ from torch import nn
 from omni_neuron_parallel import (
     AxisGroup,
     ColumnParallelLinear,
+    ContextMethod,
     QKVParallelLinear,
     RowParallelLinear,
     SequenceShard,
@@ -107,6 +108,7 @@ class ToyAttention(nn.Module):
         super().__init__()
         hidden, self.head_dim = config.hidden, config.head_dim
         self.context_group = get_group("cp")
+        self.method: ContextMethod = "auto"
         self.qkv = QKVParallelLinear(hidden, config.num_heads, config.head_dim, group=group)
         self.text_k = ColumnParallelLinear(config.text_width, hidden, multiple_of=config.head_dim, group=group)
         self.text_v = ColumnParallelLinear(config.text_width, hidden, multiple_of=config.head_dim, group=group)
@@ -130,7 +132,14 @@ class ToyAttention(nn.Module):
         tokens: int,
     ) -> torch.Tensor:
         return context_attention(
-            query, key, value, group=self.context_group, kv_length=tokens, joint_kv=joint, joint_mask=mask
+            query,
+            key,
+            value,
+            group=self.context_group,
+            kv_length=tokens,
+            method=self.method,
+            joint_kv=joint,
+            joint_mask=mask,
         )
 
 
@@ -244,6 +253,8 @@ class ToyPipeline(NeuronDiffusionPipeline):
             transformer_mapping(self.config),
             **where,
         )
+        for block in self.transformer.blocks:
+            block.attention.method = self.context_method
         self.vae = load_diffusers_vae(self.checkpoint, **where) if self.decodes else None
         if self.vae is not None and self.od_config.vae_use_tiling:
             self.vae.enable_tiling()

@@ -16,6 +16,7 @@ TESTS_OF_FEATURES: dict[str, tuple[str, ...]] = {
     "compile": ("graphs", "recompilation"),
     "vae_tiling": ("vae_patch",),
     "cpu_offload": ("discovery",),
+    "context_ring": ("context_ring",),
     "image_input": ("parity_float32",),
     "last_image_input": ("parity_float32",),
 }

@@ -110,10 +110,12 @@ class RankRuns:
     Attributes:
         runs: of each request.
         groups: every process group that a collective used, by name; what is wrong with it, or "".
+        collectives: names of the collectives.
     """
 
     runs: list[Run]
     groups: dict[str, str]
+    collectives: set[str]
 
 
 def make_pipeline(target: Target) -> Any:
@@ -158,7 +160,7 @@ def run_requests(target: Target, requests: list[KitRequest], backend: str | None
             run = generate(pipeline, prepared(target, request, output_type))
             run.graphs = COUNTERS.graphs - before
             runs.append(run)
-    return RankRuns(runs, collectives.groups)
+    return RankRuns(runs, collectives.groups, collectives.names)
 
 
 def trace(target: Target, request: KitRequest) -> None:
@@ -282,11 +284,13 @@ class Collectives(TorchDispatchMode):
 
     Attributes:
         groups: by name; what is wrong with the group's partition of the world, or "".
+        names: of the collectives.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.groups: dict[str, str] = {}
+        self.names: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -295,7 +299,10 @@ class Collectives(TorchDispatchMode):
         if func.namespace in ("_c10d_functional", "c10d", "omni_neuron"):
             for argument in (*args, *(kwargs or {}).values()):
                 name = _group_name(argument)
-                if name is not None and name not in self.groups:
+                if name is None:
+                    continue
+                self.names.add(func.overloadpacket.__name__)
+                if name not in self.groups:
                     self.groups[name] = _problem_of(name)
         return func(*args, **(kwargs or {}))
 

@@ -179,6 +179,20 @@ class ModelConformance:
         kit.measure_steps("largest step error", alone.step_latents, ours.step_latents, self.allowance)
         kit.measure("error", compare_three_way(alone.latents, None, ours.latents, "latents", allowance=self.allowance))
 
+    def test_context_ring(self, kit: Kit) -> None:
+        """Keys that travel in a ring over CP give the latents of one rank, too."""
+        _need(self, "context_ring", kit.spec.supports("context_ring"), kit.spec.why_not("context_ring"))
+        layout = Layout(cp=2)
+        _need_layout(self, kit, layout)
+        settings = {**self.engine.get("additional_config", {}), "context_method": "ring"}
+        target = kit.target(layout, additional_config=settings)
+        results = kit.on_ranks(layout, ranks.run_requests, target, [kit.request])
+        assert "collective_permute" in results[0].collectives, (
+            "context_method = 'ring' was set, and nothing was rotated"
+        )
+        alone, ours = first_run(kit.denoised()), first_run(results)
+        kit.measure_steps("largest step error", alone.step_latents, ours.step_latents, self.allowance)
+
     def test_rank_agreement(self, kit: Kit) -> None:
         """All ranks of a layout hold the same bits: the noise, the latents after every step, the final ones."""
         layouts = _multi_rank_layouts(self, kit)
