@@ -9,6 +9,29 @@ from collections.abc import Iterator
 import pytest
 
 FAMILY = ("omni_neuron_", "vllm_omni_neuron")
+# What the ranks of these files import, vLLM above all.
+RANKS_OF = ("packages/omni-neuron-wan22/tests/", "/test_conformance")
+THEY_IMPORT = (
+    "vllm_omni_neuron.worker",
+    "diffusers.pipelines.wan.pipeline_wan",
+    # The server goes on without those that are not installed.
+    "omni_neuron_wan22.pipeline",
+    "omni_neuron_zimage.pipeline",
+    "omni_neuron_hunyuan_video15.pipeline",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_are_forked_from_a_process_that_has_vllm(request: pytest.FixtureRequest) -> None:
+    """Start the fork server with what any file of this run needs; its first user decides what it has imported.
+
+    Else a file whose ranks do without vLLM would start it, and every rank of later ones would import vLLM: a quarter of
+    a minute of a core for each.
+    """
+    if any(part in str(item.path) for item in request.session.items for part in RANKS_OF):
+        from omni_neuron_runtime import fork_server
+
+        fork_server(THEY_IMPORT)
 
 
 @pytest.fixture(autouse=True)
