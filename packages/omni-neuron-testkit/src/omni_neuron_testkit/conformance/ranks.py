@@ -111,11 +111,13 @@ class RankRuns:
         runs: of each request.
         groups: every process group that a collective used, by name; what is wrong with it, or "".
         collectives: names of the collectives.
+        host_copies: lines of compiled graphs that copy to the host.
     """
 
     runs: list[Run]
     groups: dict[str, str]
     collectives: set[str]
+    host_copies: list[str]
 
 
 def make_pipeline(target: Target) -> Any:
@@ -144,23 +146,23 @@ def omni_request(request: KitRequest, output_type: str | None = "latent") -> Any
     )
 
 
-def run_requests(target: Target, requests: list[KitRequest], backend: str | None = None) -> RankRuns:
-    """Latents of `requests`, one after the other on one pipeline; with `backend` it is compiled."""
+def run_requests(target: Target, requests: list[KitRequest], compiled: bool = False) -> RankRuns:
+    """Latents of `requests`, one after the other on one pipeline; compiled by `neuron_check`, pixels too."""
     pipeline = make_pipeline(target)
-    if backend is not None:
+    backend, collectives = CheckBackend(), Collectives()
+    if compiled:
         torch._dynamo.reset()
         pipeline.compile(backend=backend)
-    # Pixels where it is compiled: the VAE's graphs are to be seen, too.
-    output_type = "latent" if backend is None else "pt"
-    runs, collectives = [], Collectives()
+    runs = []
     # Dynamo does not compile under such a mode; what is compiled has its collectives checked by the backend.
-    with collectives if backend is None else contextlib.nullcontext():
+    with contextlib.nullcontext() if compiled else collectives:
         for request in requests:
             before = COUNTERS.graphs
-            run = generate(pipeline, prepared(target, request, output_type))
+            # Pixels where it is compiled: the VAE's graphs are to be seen, too.
+            run = generate(pipeline, prepared(target, request, "pt" if compiled else "latent"))
             run.graphs = COUNTERS.graphs - before
             runs.append(run)
-    return RankRuns(runs, collectives.groups, collectives.names)
+    return RankRuns(runs, collectives.groups, collectives.names, backend.host_copies)
 
 
 def trace(target: Target, request: KitRequest) -> None:
@@ -277,6 +279,23 @@ def _recorded_step(step: Callable[..., Any], run: Run, keep: bool) -> Callable[.
 
     recorded.not_recorded = step  # type: ignore[attr-defined]
     return recorded
+
+
+class CheckBackend:
+    """The compile backend `neuron_check`, looking at the captured graphs as well.
+
+    Attributes:
+        host_copies: lines of the graphs' code that copy to the host, which a device would wait for in every call.
+    """
+
+    def __init__(self) -> None:
+        self.host_copies: list[str] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Callable[..., Any]:
+        """Look at a graph, then hand it on."""
+        copies = (".to('cpu')", ".cpu()", ".item()")
+        self.host_copies += [line.strip() for line in graph.code.splitlines() if any(copy in line for copy in copies)]
+        return torch._dynamo.lookup_backend("neuron_check")(graph, inputs, **options)
 
 
 class Collectives(TorchDispatchMode):

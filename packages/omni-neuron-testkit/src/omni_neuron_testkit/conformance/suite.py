@@ -254,6 +254,7 @@ class ModelConformance:
         first, eager = compiled.runs[0], _short_runs(kit)[0].latents
         kit.figures["graphs"] = first.graphs
         assert first.graphs, "the pipeline's `compile` compiled nothing that a request calls"
+        assert not compiled.host_copies, f"a graph copies to the host: {'; '.join(compiled.host_copies)}"
         kit.measure("error", compare_three_way(eager, None, first.latents, "latents", allowance=self.allowance))
         widest = max(_multi_rank_layouts(self, kit), key=lambda one: one.world_size, default=None)
         if widest is not None:
@@ -369,4 +370,4 @@ def _changes(suite: Any, request: KitRequest) -> list[Mapping[str, Any]]:
 def _compile(kit: Kit) -> Any:
     short = kit.request.changed(num_inference_steps=2)
     requests = [short, *(short.changed(**changes) for changes in _changes(kit.suite, short))]
-    return kit.on_ranks(ONE, ranks.run_requests, kit.target(), requests, "neuron_check")
+    return kit.on_ranks(ONE, ranks.run_requests, kit.target(), requests, True)
