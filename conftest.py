@@ -5,20 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 
 import pytest
 
 FAMILY = ("omni_neuron_", "vllm_omni_neuron")
 # What the ranks of these files import, vLLM above all.
 RANKS_OF = ("packages/omni-neuron-wan22/tests/", "/test_conformance")
-THEY_IMPORT = (
-    "vllm_omni_neuron.worker",
-    "diffusers.pipelines.wan.pipeline_wan",
-    # The server goes on without those that are not installed.
-    "omni_neuron_wan22.pipeline",
-    "omni_neuron_zimage.pipeline",
-    "omni_neuron_hunyuan_video15.pipeline",
-)
+THEY_IMPORT = ("vllm_omni_neuron.worker", "diffusers.pipelines.wan.pipeline_wan")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,7 +25,13 @@ def _ranks_are_forked_from_a_process_that_has_vllm(request: pytest.FixtureReques
     if any(part in str(item.path) for item in request.session.items for part in RANKS_OF):
         from omni_neuron_runtime import fork_server
 
-        fork_server(THEY_IMPORT)
+        fork_server((*THEY_IMPORT, *_pipeline_modules()))
+
+
+def _pipeline_modules() -> Iterator[str]:
+    """The modules of the pipelines of all model packages that are installed."""
+    for entry_point in entry_points(group="vllm_omni_neuron.models"):
+        yield from (entry["module_name"] for entry in entry_point.load().PIPELINE_REGISTRY)
 
 
 @pytest.fixture(autouse=True)
