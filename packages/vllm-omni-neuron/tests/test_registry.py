@@ -160,6 +160,8 @@ def test_a_package_for_another_sdk_is_not_imported(
 
 def test_a_registry_for_another_sdk_says_so(install: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
     install("future-toy", "future_toy", spec_source("future_toy", sdk=2))
+    install("other-toy", "other_toy", "SDK = 2\nPIPELINE_REGISTRY = [{'of another': 'form'}]\n")
+    assert "its SDK is 2, " in by_distribution("other-toy").reason
     model = by_distribution("future-toy")
     assert model.status == "failed"
     assert "future-toy 1.2" in model.reason

@@ -235,6 +235,7 @@ def _claims_of(provider: runtime.Provider) -> Iterator[RegisteredModel]:
         yield whole(status="failed", reason=reason)
         return
     try:
+        _check_sdk(provider, registry)
         models = [
             _read_entry(provider, registry, index, entry) for index, entry in enumerate(_entries(provider, registry))
         ]
@@ -250,6 +251,18 @@ def _claims_of(provider: runtime.Provider) -> Iterator[RegisteredModel]:
         yield replace(model, spec_path=specs.get(model.architecture, ""), problems=problems)
 
 
+def _check_sdk(provider: runtime.Provider, registry: Any) -> None:
+    """Refuse a registry for another SDK, before anything of it is read whose form may be another one there."""
+    sdk = getattr(registry, "SDK", None)
+    if sdk is None and not getattr(registry, "MODEL_SPECS", None):
+        return
+    if sdk != SDK_VERSION[0]:
+        raise MalformedEntryError(
+            f"{provider}: its SDK is {sdk!r}, and this vllm-omni-neuron has the model SDK {SDK_VERSION[0]}; "
+            f"pip install --upgrade {provider.distribution} vllm-omni-neuron"
+        )
+
+
 def _requirements_text(distribution: str, unmet: list[Unmet]) -> str:
     return f"{'; '.join(map(str, unmet))}; {how_to_meet(distribution, unmet)}"
 
@@ -263,12 +276,10 @@ def _entries(provider: runtime.Provider, registry: Any) -> list[Any]:
 
 
 def _spec_paths(provider: runtime.Provider, registry: Any, architectures: list[str]) -> dict[str, str]:
-    """`MODEL_SPECS` of the registry, checked with its `SDK`."""
+    """`MODEL_SPECS` of the registry."""
     specs = getattr(registry, "MODEL_SPECS", {})
     if not isinstance(specs, dict):
         raise MalformedEntryError(f"{provider}: its MODEL_SPECS must be a dict; found a {type(specs).__name__}")
-    if not specs:
-        return {}
     for architecture, path in specs.items():
         if architecture not in architectures:
             raise MalformedEntryError(
@@ -276,12 +287,6 @@ def _spec_paths(provider: runtime.Provider, registry: Any, architectures: list[s
             )
         if not isinstance(path, str) or not all(path.partition(":")):
             raise MalformedEntryError(f"{provider}: MODEL_SPECS[{architecture!r}] is {path!r}; write 'module:NAME'")
-    sdk = getattr(registry, "SDK", None)
-    if sdk != SDK_VERSION[0]:
-        raise MalformedEntryError(
-            f"{provider}: its SDK is {sdk!r}, and this vllm-omni-neuron has the model SDK {SDK_VERSION[0]}; "
-            f"pip install --upgrade {provider.distribution} vllm-omni-neuron"
-        )
     return dict(specs)
 
 

@@ -74,7 +74,6 @@ def spec_as_json(spec: ModelSpec) -> dict[str, Any]:
         "plans": {"names": [name for name in spec.plans if name], "checkpoints": "" in spec.plans},
         "lowers": {"names": [name for name in spec.lowers if name], "checkpoints": "" in spec.lowers},
         "environment": dict(spec.environment),
-        "sdk": spec.sdk,
     }
 
 

@@ -84,7 +84,6 @@ class ModelSpec:
             "" one that takes a checkpoint folder. Both return a `ModelSizes`.
         lowers: for `vllm-omni-neuron lower`, likewise; both return an object with `make(component, …)`.
         environment: variables that the model needs set, by name; see `merge_profiles`.
-        sdk: the major version of the SDK that the package is written for.
     """
 
     architecture: str
@@ -98,7 +97,6 @@ class ModelSpec:
     plans: Mapping[str, str] = field(default_factory=dict)
     lowers: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    sdk: int = SDK_VERSION[0]
 
     def __post_init__(self) -> None:
         _refuse_others("features", self.features, FEATURES)
