@@ -148,9 +148,7 @@ def _signature(one: griffe.Function) -> str:
     parameters = [parameter for parameter in one.parameters if parameter.name not in ("self", "cls")]
     shown, positional = [], True
     for parameter in parameters:
-        star = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}.get(
-            parameter.kind, ""
-        )
+        star = STARS.get(parameter.kind, "")
         if star == "*":
             positional = False
         if parameter.kind is griffe.ParameterKind.keyword_only and positional:

@@ -47,10 +47,11 @@ def declared_components(pipeline: nn.Module, *attributes: str) -> dict[str, nn.M
 
 def place(pipeline: nn.Module, device: torch.device) -> None:
     """Move a pipeline to `device`, without the components that its `ModelSpec` leaves on the host."""
-    spec: ModelSpec | None = getattr(pipeline, "spec", None)
-    hosted = [component.name for component in spec.components if component.host] if spec is not None else []
+    spec = getattr(pipeline, "spec", None)
+    hosted = [component.name for component in spec.components if component.host] if isinstance(spec, ModelSpec) else []
     if not hosted:
         pipeline.to(device)
+        return
     for name, child in pipeline.named_children():
         if name not in hosted:
             child.to(device)

@@ -193,9 +193,9 @@ class DiffusersVae(nn.Module):
         """
         if not self.has_encoder:
             raise ValueError("this VAE was loaded without its encoder: load_diffusers_vae(…, encoder=True)")
-        for axis, size in zip(("height", "width"), pixels.shape[-2:], strict=True):
+        for name, size in zip(("height", "width"), pixels.shape[-2:], strict=True):
             if size < 1 or size % self.spatial_scale:
-                raise ValueError(f"{axis} = {size} to encode: valid are multiples of {self.spatial_scale}")
+                raise ValueError(f"{name} = {size} to encode: valid are multiples of {self.spatial_scale}")
         return self._run("encode", self._encode, pixels, Fraction(1, self.spatial_scale), tiling, group)
 
     def _run(
