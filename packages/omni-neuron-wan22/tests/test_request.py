@@ -141,9 +141,8 @@ def test_each_video_has_a_seed_of_its_own() -> None:
 def test_guidance_reaches_both_experts() -> None:
     assert resolve(guidance_scale=3.0).guidance_scale_2 == 3.0
     request = resolve(guidance_scale=3.0, guidance_scale_2=1.0)
-    assert (request.guidance_scale, request.guidance_scale_2, request.uses_guidance) == (3.0, 1.0, True)
-    assert not resolve(guidance_scale=1.0).uses_guidance
-    assert not resolve(guidance_scale=0.0).uses_guidance
+    assert (request.guidance_scale, request.guidance_scale_2) == (3.0, 1.0)
+    assert resolve(guidance_scale=0.0).guidance_scale_2 == 0.0
 
 
 def test_frame_rate_changes_the_container_only() -> None:

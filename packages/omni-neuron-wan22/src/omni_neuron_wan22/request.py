@@ -46,11 +46,6 @@ class GenerationRequest(sdk.GenerationRequest):
     flow_shift: float
     sample_solver: str
 
-    @property
-    def uses_guidance(self) -> bool:
-        """Whether any step needs the negative prompt."""
-        return self.guidance_scale > 1.0 or self.guidance_scale_2 > 1.0
-
 
 @dataclass(frozen=True)
 class ModelDefaults:
