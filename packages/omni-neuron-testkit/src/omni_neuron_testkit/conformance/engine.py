@@ -110,8 +110,9 @@ def _generate(kit: Kit, layout: Layout, found: EngineRun) -> None:
             [output] = omni.generate(request.prompt_input(), sampling, use_tqdm=False)
             return output
 
-        found.latents = torch.as_tensor(generate(output_type="latent").images[0])
+        # Decoding first: with offload the transformers' weights leave and come back, as the latents then show.
         output = generate(num_inference_steps=1)
+        found.latents = torch.as_tensor(generate(output_type="latent").images[0])
     finally:
         omni.close()
     found.output_problem = _output_problem(kit, layout, output)

@@ -117,7 +117,7 @@ def _world(topology: Topology, store: str, rank: int, paper: bool) -> Iterator[N
         with declared_world(topology.world_size):
             yield
         return
-    # Half of the pool's deadline: a rank that is left alone says so before the pool gives up on all of them.
+    # A quarter of the pool's deadline: a rank that is left alone says so before the pool gives up on all of them.
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

@@ -147,7 +147,10 @@ def omni_request(request: KitRequest, output_type: str | None = "latent") -> Any
 
 
 def run_requests(target: Target, requests: list[KitRequest], compiled: bool = False) -> RankRuns:
-    """Latents of `requests`, one after the other on one pipeline; compiled by `neuron_check`, pixels too."""
+    """Latents of `requests`, one after the other on one pipeline; compiled by `neuron_check`, pixels too.
+
+    Pixels also of a request whose `more` asks for that `output_type`.
+    """
     pipeline = make_pipeline(target)
     backend, collectives = CheckBackend(), Collectives()
     if compiled:
@@ -159,7 +162,8 @@ def run_requests(target: Target, requests: list[KitRequest], compiled: bool = Fa
         for request in requests:
             before = COUNTERS.graphs
             # Pixels where it is compiled: the VAE's graphs are to be seen, too.
-            run = generate(pipeline, prepared(target, request, "pt" if compiled else "latent"))
+            output_type = request.more.get("output_type", "pt" if compiled else "latent")
+            run = generate(pipeline, prepared(target, request, output_type))
             run.graphs = COUNTERS.graphs - before
             runs.append(run)
     return RankRuns(runs, collectives.groups, collectives.names, backend.host_copies)
@@ -299,7 +303,7 @@ class CheckBackend:
 
 
 class Collectives(TorchDispatchMode):
-    """Remembers the process groups of all collectives that run meanwhile, compiled or not.
+    """Remembers the process groups of all collectives that run meanwhile.
 
     Attributes:
         groups: by name; what is wrong with the group's partition of the world, or "".

@@ -192,10 +192,11 @@ class ModelConformance:
         )
         alone, ours = first_run(kit.denoised()), first_run(results)
         kit.measure_steps("largest step error", alone.step_latents, ours.step_latents, self.allowance)
+        kit.measure("error", compare_three_way(alone.latents, None, ours.latents, "latents", allowance=self.allowance))
 
     def test_rank_agreement(self, kit: Kit) -> None:
         """All ranks of a layout hold the same bits: the noise, the latents after every step, the final ones."""
-        layouts = _multi_rank_layouts(self, kit)
+        layouts = _need_ranks(self, kit)
         for layout in layouts:
             runs = [rank.runs[0] for rank in kit.denoised(layout)]
             for rank, run in enumerate(runs):
@@ -238,10 +239,11 @@ class ModelConformance:
         kit.measure("error", compare_three_way(alone, None, results[0][0], "the output", allowance=self.allowance))
 
     def test_replica_groups(self, kit: Kit) -> None:
-        """The groups of every collective, compiled or not, are part of a partition of the whole world."""
+        """The groups of every eager collective are part of a partition of the world; `graphs` sees compiled ones."""
         names = 0
-        for layout in _multi_rank_layouts(self, kit):
+        for layout in _need_ranks(self, kit):
             for rank, run in enumerate(kit.denoised(layout)):
+                assert run.groups, f"{layout}, rank {rank}: no collective was seen, so ranks share no work"
                 wrong = {name: problem for name, problem in run.groups.items() if problem}
                 assert not wrong, f"{layout}, rank {rank}: " + "; ".join(wrong.values())
                 names += len(run.groups)
@@ -251,11 +253,15 @@ class ModelConformance:
         """What is compiled is one full graph each, of operations that Neuron has, and computes what eager code does."""
         _need(self, "compile", kit.spec.supports("compile"), kit.spec.why_not("compile"))
         [compiled] = kit.once("compiled", lambda: _compile(kit))
-        first, eager = compiled.runs[0], _short_runs(kit)[0].latents
+        first, eager = compiled.runs[0], _short_runs(kit)[0]
         kit.figures["graphs"] = first.graphs
         assert first.graphs, "the pipeline's `compile` compiled nothing that a request calls"
         assert not compiled.host_copies, f"a graph copies to the host: {'; '.join(compiled.host_copies)}"
-        kit.measure("error", compare_three_way(eager, None, first.latents, "latents", allowance=self.allowance))
+        for what, theirs, ours in (
+            ("latents", eager.latents, first.latents),
+            ("output", eager.output, first.output),
+        ):
+            kit.measure(f"error of {what}", compare_three_way(theirs, None, ours, what, allowance=self.allowance))
         widest = max(_multi_rank_layouts(self, kit), key=lambda one: one.world_size, default=None)
         if widest is not None:
             # On paper: one rank traces what all of them run, groups included; in the dtype of devices.
@@ -348,10 +354,23 @@ def _multi_rank_layouts(suite: ModelConformance, kit: Kit) -> list[Layout]:
     ]
 
 
+def _need_ranks(suite: ModelConformance, kit: Kit) -> list[Layout]:
+    """`_multi_rank_layouts`; skip the test where there are none; the layouts' own tests say why."""
+    layouts = _multi_rank_layouts(suite, kit)
+    if not layouts:
+        pytest.skip(NOT_SUPPORTED + "no layout of several ranks is")
+    return layouts
+
+
 def _short_runs(kit: Kit) -> list[ranks.Run]:
-    """Two steps of the request; the same again, the next seed, two outputs."""
+    """Two steps of the request, with pixels; the same again, the next seed, two outputs."""
     short = kit.request.changed(num_inference_steps=2)
-    requests = [short, short, short.changed(seed=short.seed + 1), short.changed(num_outputs_per_prompt=2)]
+    requests = [
+        short.changed(output_type="pt"),
+        short,
+        short.changed(seed=short.seed + 1),
+        short.changed(num_outputs_per_prompt=2),
+    ]
     [alone] = kit.once("short", lambda: kit.on_ranks(ONE, ranks.run_requests, kit.target(), requests))
     return alone.runs
 
