@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DiT against diffusers', on one rank and over TP, SP and CP; the mapping at the published size; refusals; the VAE."""
+"""The DiT against diffusers', on one rank and over TP, SP and CP; the published size; refusals; the VAE."""
 
 from __future__ import annotations
 
