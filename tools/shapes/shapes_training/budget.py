@@ -61,7 +61,7 @@ class Budget:
     low_steps: int = 1300
     expert_batch: int = 24
     refine_low_steps: int = 1000
-    polish_low_steps: int = 800
+    polish_low_steps: int = 1800
     guided_batch: int = 16
     i2v_high_steps: int = 600
     i2v_low_steps: int = 600
