@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy of a shapes checkpoint over the grid of all 72 subjects, with diffusers' own `WanPipeline`.
+"""Accuracy of a shapes checkpoint over the grid of all 72 subjects, with diffusers' own `WanPipeline`, or
+`WanImageToVideoPipeline` where the checkpoint is one for that: then each video starts from a drawn first frame.
 
     python tools/shapes/evaluate.py FOLDER --json result.json
 
@@ -20,10 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import WanPipeline
+from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
+from PIL import Image
 
 from omni_neuron_shapes import FLOW_SHIFT, FRAMES, HEIGHT, WIDTH
-from omni_neuron_testkit import Accuracy, judge, prompt_grid
+from omni_neuron_testkit import Accuracy, GridPrompt, judge, prompt_grid, random_scenes, render
 
 
 def experts_swapped(pipeline: WanPipeline) -> None:
@@ -53,13 +55,19 @@ FAULTS: dict[str, Callable[[WanPipeline], None]] = {
 PROMPTS_SWAPPED = "prompts-swapped"  # prompt and negative prompt exchanged
 
 
-def load_pipeline(folder: Path, fault: str | None) -> WanPipeline:
+def load_pipeline(folder: Path, fault: str | None) -> WanPipeline | WanImageToVideoPipeline:
     """The checkpoint in float32, with one fault."""
-    pipeline = WanPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     if fault in FAULTS:
         FAULTS[fault](pipeline)
     return pipeline
+
+
+def first_frame(prompt: GridPrompt) -> Image.Image:
+    """The first frame of a clip of the prompt's subject, in a scene that the prompt's seed draws."""
+    frames = render(prompt.subject, next(random_scenes(prompt.seed, frames=FRAMES, height=HEIGHT, width=WIDTH)))
+    return Image.fromarray((frames[0] * 255).round().astype(np.uint8))
 
 
 def main() -> None:
@@ -96,7 +104,9 @@ def main() -> None:
     grid = prompt_grid(seeds=arguments.seeds, first_seed=arguments.first_seed)
     for prompt in itertools.islice(grid, 0, None, arguments.every):
         texts = (prompt.caption, "") if arguments.broken != PROMPTS_SWAPPED else ("", prompt.caption)
+        image = {"image": first_frame(prompt)} if isinstance(pipeline, WanImageToVideoPipeline) else {}
         video: Any = pipeline(
+            **image,
             prompt=texts[0],
             negative_prompt=texts[1],
             height=HEIGHT,
