@@ -71,6 +71,8 @@ def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 1 and "layers = 1: the VAE is lowered whole" in stderr
     code, _, stderr = lower(tmp_path, "--tp", "3")
     assert code == 1 and "tensor_parallel_size = 3" in stderr
+    code, _, stderr = lower(tmp_path, "--cfg", "3")
+    assert code == 2 and "takes at most 2" in " ".join(stderr.replace("│", " ").split())
     result = runner.invoke(app, ["lower", "--model", "gpt", "--output", str(tmp_path)])
     assert result.exit_code == 2 and "wan22-t2v-a14b" in result.stderr
     monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "0")

@@ -60,7 +60,7 @@ def lower(
     from omni_neuron_parallel import Topology, destroy_parallel, initialize_parallel
     from omni_neuron_runtime import CompileError, component_compiler_args, declared_world, is_cpu_mode, lower_on_paper
 
-    from .plannable import find_model, frames_of
+    from .plannable import find_model, frames_of, refused_axis
 
     if not is_cpu_mode():
         fail("lower traces for the CPU: set VLLM_NEURON_CPU_MODE=1")
@@ -70,6 +70,9 @@ def lower(
         topology = Topology(tp=tp, cp=cp, cfg=cfg)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    refused = refused_axis(spec, {"tp": tp, "cp": cp, "cfg": cfg, "sp": tp if sp else 1})
+    if refused is not None:
+        raise typer.BadParameter(refused[1], param_hint=f"--{refused[0]}")
 
     def make() -> tuple[torch.nn.Module, dict[str, Any]]:
         return components.make(
