@@ -118,3 +118,12 @@ def test_a_test_of_the_kit_cannot_be_taken_away(kit_of: Callable[[Any], Kit]) ->
 
     with pytest.raises(AssertionError, match="test_seeds is replaced"):
         Replaced().test_spec(kit_of(Replaced))
+
+
+def test_what_needs_ranks_and_has_none_is_shown_as_such(kit_of: Callable[[Any], Kit]) -> None:
+    class OneRank(ToySuite):
+        not_supported: ClassVar[dict[str, str]] = {**ToySuite.not_supported, "layout": "the toy is small"}
+
+    for test in (OneRank().test_rank_agreement, OneRank().test_replica_groups):
+        with pytest.raises(pytest.skip.Exception, match="not supported: no layout of several ranks is"):
+            test(kit_of(OneRank))
