@@ -134,10 +134,13 @@ class ReferenceRun(NamedTuple):
     Attributes:
         latents: the final ones `[1, …]`, in the layout of the pipeline's own latents.
         steps: the latents after each step, as far as the reference records them; empty if it does not.
+        output: what the final latents are decoded to, in float32: `[1, 3, F, H, W]` or `[1, 3, H, W]` within ±1; None
+            if the reference does not decode.
     """
 
     latents: torch.Tensor
     steps: Sequence[torch.Tensor] = ()
+    output: torch.Tensor | None = None
 
 
 class Published(NamedTuple):
@@ -165,7 +168,7 @@ def diffusers_reference(
     scheduler: Any = None,
     **arguments: Any,
 ) -> ReferenceRun:
-    """A request through a diffusers pipeline, with the latents after every step.
+    """A request through a diffusers pipeline, with the latents after every step; in float32 decoded, too.
 
     Args:
         pipeline_class: of diffusers.
@@ -194,14 +197,33 @@ def diffusers_reference(
     settings = {name: value for name, value in request.sampling().items() if name in taken}
     if "guidance_scale" not in taken and hasattr(pipeline, "guider"):
         pipeline.guider = pipeline.guider.new(guidance_scale=request.guidance_scale)
-    with torch.no_grad():
-        latents = pipeline(
-            prompt=request.prompt,
-            negative_prompt=request.negative_prompt,
-            **request.images,
-            **{**settings, **arguments},
-            generator=torch.Generator().manual_seed(request.seed),
-            output_type="latent",
-            return_dict=False,
-        )[0]
-    return ReferenceRun(latents.float(), steps)
+
+    def run(output_type: str, **changes: Any) -> Any:
+        with torch.no_grad():
+            return pipeline(
+                prompt=request.prompt,
+                negative_prompt=request.negative_prompt,
+                **request.images,
+                **{**settings, **arguments, **changes},
+                generator=torch.Generator().manual_seed(request.seed),
+                output_type=output_type,
+                return_dict=False,
+            )[0]
+
+    latents = run("latent").float()
+    if dtype != torch.float32:
+        return ReferenceRun(latents, steps)
+    decoded: list[torch.Tensor] = []
+    decode = pipeline.vae.decode
+
+    def recorded_decode(*arguments: Any, **options: Any) -> Any:
+        result = decode(*arguments, **options)
+        decoded.append(result[0].clamp(-1, 1))
+        return result
+
+    # Once more from the last step on, so that what the pipeline does to latents before it decodes them is its own.
+    pipeline.vae.decode = recorded_decode
+    pipeline.scheduler.step = lambda *arguments, **options: (steps[-1],)
+    run("pt", num_inference_steps=1)
+    [output] = decoded
+    return ReferenceRun(latents, steps, output)

@@ -85,10 +85,12 @@ class Kit:
         return self.once(("reference", dtype), make)
 
     def denoised(self, layout: Layout = ONE, dtype: str = "float32") -> list[RankRuns]:
-        """The suite's request on every rank of a layout."""
+        """The suite's request on every rank of a layout; on one rank in float32 decoded, too."""
+        decoded = layout == ONE and dtype == "float32"
+        request = self.request.changed(output_type="pt") if decoded else self.request
         return self.once(
             ("denoised", layout, dtype),
-            lambda: self.on_ranks(layout, ranks.run_requests, self.target(layout, dtype), [self.request]),
+            lambda: self.on_ranks(layout, ranks.run_requests, self.target(layout, dtype), [request]),
         )
 
     def on_ranks(self, layout: Layout, function: Callable[..., Any], *arguments: Any, paper: bool = False) -> list[Any]:

@@ -162,6 +162,12 @@ class ModelConformance:
             "error", compare_three_way(reference.latents, None, ours.latents, "latents", allowance=self.allowance)
         )
 
+    def test_output(self, kit: Kit) -> None:
+        """What the final latents are decoded to is what the reference decodes its own to, in float32."""
+        expected, ours = kit.reference("float32").output, first_run(kit.denoised()).output
+        assert expected is not None, "the reference does not decode; say why in not_supported['output']"
+        kit.measure("error", compare_three_way(expected, None, ours, "the output", allowance=self.allowance))
+
     def test_parity_bfloat16(self, kit: Kit) -> None:
         """In bfloat16 our error is of the size of the reference's own."""
         _need(self, "bfloat16", "bfloat16" in kit.spec.dtypes, "the spec has no bfloat16")
