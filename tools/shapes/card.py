@@ -26,6 +26,7 @@ from omni_neuron_testkit import (
     subject_of,
 )
 from shapes_training.budget import BOUNDARY_RATIO, FLOW_SHIFT
+from shapes_training.stages import IMAGE_TO_VIDEO, TEXT_TO_VIDEO
 
 
 def main() -> None:
@@ -52,14 +53,16 @@ def model_card(work: Path, folder: Path, reports: list[dict[str, Any]]) -> str:
     budget = json.loads((work / "budget.json").read_text())
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors")) / 1e6
     sound = [report for report in reports if report["settings"]["broken"] == "None"]
+    pipeline = json.loads((folder / "model_index.json").read_text())["_class_name"]
+    from_image = pipeline == "WanImageToVideoPipeline"
     lines = [
         "---",
         "license: apache-2.0",
         "library_name: diffusers",
-        "pipeline_tag: text-to-video",
+        f"pipeline_tag: {'image' if from_image else 'text'}-to-video",
         "---",
         "",
-        "# Shapes: a tiny Wan2.2 that does what the prompt says",
+        "# Shapes: a tiny Wan2.2 that does what the prompt says" + (", from an image" if from_image else ""),
         "",
         f"One solid shape ({', '.join(SHAPES)}) of one colour ({', '.join(COLOURS)}) moves {', '.join(DIRECTIONS)} on "
         f"a dark ground. Trained from scratch on CPU cores by `tools/shapes/train.py`, {size:.1f} MB of bfloat16. It "
@@ -74,9 +77,10 @@ def model_card(work: Path, folder: Path, reports: list[dict[str, Any]]) -> str:
         "",
         "## Figures",
         "",
-        "diffusers' `WanPipeline` in float32 from the weights of this folder; captions of every template; seeds not "
-        "used while tuning; judged by omni-neuron-testkit. *strict*: all three and a clean outline (overlap > 0.8), "
-        "a straight path, the shape in every frame. Intervals: Wilson, 95 %.",
+        f"diffusers' `{pipeline}` in float32 from the weights of this folder; captions of every template; seeds not "
+        f"used while tuning; {'a drawn first frame for each video; ' if from_image else ''}judged by "
+        "omni-neuron-testkit. *strict*: all three and a clean outline (overlap > 0.8), a straight path, "
+        "the shape in every frame. Intervals: Wilson, 95 %.",
         "",
         *_figures(reports),
         "",
@@ -91,7 +95,7 @@ def model_card(work: Path, folder: Path, reports: list[dict[str, Any]]) -> str:
         "",
         "| stage | steps | seconds of steps | last loss (mean of 50) |",
         "|---|---|---|---|",
-        *_training(work),
+        *_training(work, from_image),
         "",
         "Seconds are wall-clock time of one thread at low priority on a machine that did other work meanwhile; they "
         "bound the cost from above.",
@@ -173,9 +177,10 @@ def _engines(reports: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
-def _training(work: Path) -> list[str]:
+def _training(work: Path, from_image: bool) -> list[str]:
     lines = []
-    for log in sorted((work / "logs").glob("*.csv")):
+    stages = (*TEXT_TO_VIDEO, *(IMAGE_TO_VIDEO if from_image else ()))
+    for log in sorted(path for path in (work / "logs").glob("*.csv") if path.stem in stages):
         with log.open(newline="") as file:
             rows = list(csv.DictReader(file))
         losses = [float(row["loss"]) for row in rows[-50:]]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny trained checkpoint of Wan2.2's two-expert layout. See the README of this distribution for what it can do."""
+"""Tiny trained checkpoints of Wan2.2's two-expert layout. See the README of this distribution for what they can do."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from .__about__ import __version__
@@ -20,7 +21,32 @@ def model_path() -> Path:
     Raises:
         FileNotFoundError: this installation carries no checkpoint.
     """
-    folder = Path(__file__).parent / "t2v"
+    return _data("t2v")
+
+
+def write_image_to_video(folder: str | Path) -> Path:
+    """Write the image-to-video sibling, for `WanImageToVideoPipeline.from_pretrained(…)`.
+
+    It has experts of its own, with the condition channels of I2V-A14B, and everything else of the text-to-video
+    checkpoint; this distribution carries that once.
+
+    Args:
+        folder: made if missing; an earlier copy in it is overwritten.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: this installation carries no checkpoint.
+    """
+    folder = Path(folder)
+    for source in (_data("t2v"), _data("i2v")):
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+    return folder
+
+
+def _data(name: str) -> Path:
+    folder = Path(__file__).parent / name
     if not (folder / "model_index.json").is_file():
         raise FileNotFoundError(
             f"{folder} holds no checkpoint: this installation of omni-neuron-shapes was built without its data. "
@@ -29,4 +55,4 @@ def model_path() -> Path:
     return folder
 
 
-__all__ = ["FLOW_SHIFT", "FRAMES", "HEIGHT", "WIDTH", "__version__", "model_path"]
+__all__ = ["FLOW_SHIFT", "FRAMES", "HEIGHT", "WIDTH", "__version__", "model_path", "write_image_to_video"]
