@@ -57,7 +57,7 @@ def test_tiles_without_overlap_equal_diffusers(tiny: Path) -> None:
 @pytest.mark.parametrize("size", [(7, 10), (6, 9), (5, 4)])
 def test_blending_is_that_of_diffusers(size: tuple[int, int]) -> None:
     """Its own functions on the same tiles; the last ones, pulled back, over the whole of their overlap."""
-    plan = TILING.decoding_plan(*size, WAN21)
+    plan = TILING.decoding_plan(*size, 8)
     generator = torch.Generator().manual_seed(1)
     tiles = [torch.randn(1, 3, 2, *plan.output_tile, generator=generator) for _ in range(plan.count)]
     blend_v, blend_h = AutoencoderKLWan.blend_v, AutoencoderKLWan.blend_h
@@ -184,19 +184,19 @@ def test_more_ranks_than_tiles(tiny: Path, four_ranks: RankPool) -> None:
 
 def test_a_tiling_that_does_not_fit_is_refused() -> None:
     with pytest.raises(WanConfigError, match="tile_sample_min_width = 250: valid values are positive multiples of 8"):
-        VaeTiling(tile_sample_min_width=250).decoding_plan(60, 104, WAN21)
+        VaeTiling(tile_sample_min_width=250).decoding_plan(60, 104, 8)
     with pytest.raises(WanConfigError, match=r"tile_sample_stride_height = 264 leaves gaps.* = 256; .* 8 to 256"):
-        VaeTiling(tile_sample_stride_height=264).encoding_plan(480, 832, WAN21)
+        VaeTiling(tile_sample_stride_height=264).encoding_plan(480, 832, 8)
     with pytest.raises(WanConfigError, match=r"tile_sample_stride_width = 24: .* multiples of 16"):
-        VaeTiling(tile_sample_stride_width=24).encoding_plan(480, 832, WAN22)
+        VaeTiling(tile_sample_stride_width=24).encoding_plan(480, 832, 16)
 
 
 def test_the_tiles_of_720p() -> None:
     """256 pixels every 192, of both VAEs, in both directions: tiles are not halved where patches halve the picture."""
     for config, height in ((WAN21, 720), (WAN22, 704)):
         scale = config.scale_factor_spatial
-        encoding = VaeTiling().encoding_plan(height, 1280, config)
-        decoding = VaeTiling().decoding_plan(height // scale, 1280 // scale, config)
+        encoding = VaeTiling().encoding_plan(height, 1280, scale)
+        decoding = VaeTiling().decoding_plan(height // scale, 1280 // scale, scale, patch=config.patch)
         assert encoding.count == decoding.count == 28
         assert encoding.tile == (256, 256)
         assert encoding.origins == tuple((scale * row, scale * column) for row, column in decoding.origins)

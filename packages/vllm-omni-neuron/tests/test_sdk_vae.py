@@ -195,7 +195,7 @@ def test_sizes_that_do_not_fit_are_named(folder: Path) -> None:
         vae.encode(torch.zeros(1, 3, 1, 6, 8))
     with pytest.raises(ModelConfigError, match="tile_sample_min_height = 6: valid values are positive multiples of 4"):
         vae.decode(torch.zeros(1, 4, 1, 2, 2), tiling=VaeTiling(6, 8, 4, 4))
-    with pytest.raises(ModelConfigError, match="stride along the width = 3 would leave gaps"):
+    with pytest.raises(ModelConfigError, match="tile_sample_stride_width = 12 leaves gaps"):
         vae.decode(torch.zeros(1, 4, 1, 2, 2), tiling=VaeTiling(8, 8, 4, 12))
     with pytest.raises(ValueError, match="loaded without its encoder"):
         load(folder, VIDEO, encoder=False).encode(torch.zeros(1, 3, 1, 8, 8))

@@ -44,8 +44,8 @@ def warn_of_idle_cfg_ranks(cfg_size: int) -> None:
     """
     idle = "half" if cfg_size == 2 else f"{cfg_size - 1} in {cfg_size}"
     logger.warning(
-        "cfg_parallel_size = %d, but this request has steps without guidance (a scale of 1 or less): in them %s of the "
-        "cores idle, since all compute the same branch. Ask for a guidance scale above 1, or set cfg_parallel_size to "
+        "cfg_parallel_size = %d, but this request has steps without guidance: in them %s of the "
+        "cores idle, since all compute the same branch. Ask for guidance in all steps, or set cfg_parallel_size to "
         "1 and give the cores to tensor or context parallelism.",
         cfg_size,
         idle,

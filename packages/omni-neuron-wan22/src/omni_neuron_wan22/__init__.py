@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         WanSelfAttention,
         WanTransformer3DModel,
     )
-    from omni_neuron_wan22.vae import NeuronAutoencoderKLWan, VaeTiling
+    from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
+    from vllm_omni_neuron.sdk import VaeTiling
 
 _HOMES = {
     "omni_neuron_parallel": ["DistributedRMSNorm"],
@@ -48,7 +49,8 @@ _HOMES = {
         "WanSelfAttention",
         "WanTransformer3DModel",
     ],
-    "omni_neuron_wan22.vae": ["NeuronAutoencoderKLWan", "VaeTiling"],
+    "omni_neuron_wan22.vae": ["NeuronAutoencoderKLWan"],
+    "vllm_omni_neuron.sdk": ["VaeTiling"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -13,7 +13,7 @@ from omni_neuron_wan22.checkpoint import WanCheckpoint
 from omni_neuron_wan22.config import UMT5Config, VaeConfig, WanConfig, WanConfigError
 from omni_neuron_wan22.published import I2V_A14B, T2V_A14B, TI2V_5B, PublishedModel
 from omni_neuron_wan22.request import DEFAULT_MAX_SEQUENCE_LENGTH
-from omni_neuron_wan22.vae import VaeTiling
+from vllm_omni_neuron.sdk import VaeTiling
 
 FLOAT32 = 4
 CACHED_FRAMES = 2  # by every convolution over three frames

@@ -8,80 +8,17 @@ device holds does not depend on the video's length.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
-from fractions import Fraction
 from typing import overload
 
 import torch
 from torch import nn
 
-from omni_neuron_parallel import AxisGroup, TilePlan, run_tiles
-from omni_neuron_wan22.config import VaeConfig, WanConfigError
+from omni_neuron_parallel import AxisGroup, run_tiles
+from omni_neuron_wan22.config import VaeConfig
 from omni_neuron_wan22.vae_decoder import NeuronWanDecoder3d
 from omni_neuron_wan22.vae_encoder import NeuronWanEncoder3d
 from omni_neuron_wan22.vae_layers import patchify, unpatchify
-
-
-@dataclass(frozen=True)
-class VaeTiling:
-    """How a video is cut into tiles, in pixels, for both directions and both VAEs; names and defaults are diffusers'.
-
-    (diffusers itself cuts the video that VAE 2.2 encodes in units of its patches: its tiles are twice as large there.)
-
-    Attributes:
-        tile_sample_min_height, tile_sample_min_width: of a tile; a smaller video is one tile.
-        tile_sample_stride_height, tile_sample_stride_width: distance between tiles; what they overlap by is blended.
-    """
-
-    tile_sample_min_height: int = 256
-    tile_sample_min_width: int = 256
-    tile_sample_stride_height: int = 192
-    tile_sample_stride_width: int = 192
-
-    def decoding_plan(self, height: int, width: int, config: VaeConfig) -> TilePlan:
-        """The plan for latents of `height` × `width`. The output, and so the blending, is in VAE 2.2's patches.
-
-        Raises:
-            WanConfigError: a tile or stride that the VAE does not map to whole latents, or a stride above the tile.
-        """
-        self._check(config)
-        scale = config.scale_factor_spatial
-        return TilePlan.for_size(
-            height,
-            width,
-            tile=(self.tile_sample_min_height // scale, self.tile_sample_min_width // scale),
-            stride=(self.tile_sample_stride_height // scale, self.tile_sample_stride_width // scale),
-            scale=scale // config.patch,
-        )
-
-    def encoding_plan(self, height: int, width: int, config: VaeConfig) -> TilePlan:
-        """The plan for a video of `height` × `width` pixels, multiples of the VAE's scale.
-
-        Raises:
-            WanConfigError: as for `decoding_plan`.
-        """
-        self._check(config)
-        return TilePlan.for_size(
-            height,
-            width,
-            tile=(self.tile_sample_min_height, self.tile_sample_min_width),
-            stride=(self.tile_sample_stride_height, self.tile_sample_stride_width),
-            scale=Fraction(1, config.scale_factor_spatial),
-        )
-
-    def _check(self, config: VaeConfig) -> None:
-        scale = config.scale_factor_spatial
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value < scale or value % scale:
-                raise WanConfigError(f"{field.name} = {value}: valid values are positive multiples of {scale}")
-        for axis in ("height", "width"):
-            tile, stride = getattr(self, f"tile_sample_min_{axis}"), getattr(self, f"tile_sample_stride_{axis}")
-            if stride > tile:
-                raise WanConfigError(
-                    f"tile_sample_stride_{axis} = {stride} leaves gaps between tiles of tile_sample_min_{axis} = "
-                    f"{tile}; valid values are {scale} to {tile}"
-                )
+from vllm_omni_neuron.sdk import VaeTiling
 
 
 class NeuronAutoencoderKLWan(nn.Module):
@@ -140,7 +77,8 @@ class NeuronAutoencoderKLWan(nn.Module):
     ) -> torch.Tensor | None:
         """Encode a video to the mode (the mean) of its posterior, whole or in tiles, here or on the ranks of a group.
 
-        What `decode` says of tiles and ranks holds here.
+        What `decode` says of tiles and ranks holds here. (diffusers cuts the video that VAE 2.2 encodes in units of its
+        patches: its tiles are twice as large there.)
 
         Args:
             video: `[B, 3, F, H, W]` within ±1, whole and the same on every rank, on any device; F = 4 n + 1, H and W
@@ -168,7 +106,7 @@ class NeuronAutoencoderKLWan(nn.Module):
         return run_tiles(
             video,
             self._encode_chunks,
-            (tiling or VaeTiling()).encoding_plan(height, width, self.config),
+            (tiling or VaeTiling()).encoding_plan(height, width, self.config.scale_factor_spatial),
             channels=self.config.z_dim,
             frames=frames,
             dtype=self.dtype,
@@ -213,7 +151,9 @@ class NeuronAutoencoderKLWan(nn.Module):
             video = run_tiles(
                 latents,
                 self._decode_chunks,
-                (tiling or VaeTiling()).decoding_plan(height, width, self.config),
+                (tiling or VaeTiling()).decoding_plan(
+                    height, width, self.config.scale_factor_spatial, patch=self.config.patch
+                ),
                 channels=self.config.out_channels,
                 frames=frames,
                 dtype=self.dtype,

@@ -150,7 +150,7 @@ class Published(NamedTuple):
         module: built on the meta device for the parallel groups in force.
         mapping: parameter's name → key or keys in the checkpoint.
         shapes: of every key that the published checkpoint holds for the component.
-        unused: prefixes of keys, or whole keys, that the model does not need, as `mapping_coverage` takes them.
+        unused: keys that the model does not need, as `mapping_coverage` takes them.
     """
 
     module: nn.Module

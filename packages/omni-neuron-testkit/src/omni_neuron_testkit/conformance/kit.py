@@ -15,7 +15,7 @@ from omni_neuron_testkit.pass_rule import Comparison, compare_three_way
 
 from . import ranks
 from .case import KitRequest, Layout, ReferenceRun
-from .pool import KitError, run_in_world
+from .pool import run_in_world
 from .ranks import RankRuns, Target
 
 ONE = Layout()
@@ -103,10 +103,10 @@ class Kit:
         if key not in self._made:
             try:
                 self._made[key] = make()
-            except KitError as error:
+            except Exception as error:
                 self._made[key] = error
         made = self._made[key]
-        if isinstance(made, KitError):
+        if isinstance(made, Exception):
             raise made
         return made
 

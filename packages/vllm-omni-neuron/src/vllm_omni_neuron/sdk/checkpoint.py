@@ -15,7 +15,7 @@ from torch import nn
 from omni_neuron_parallel import AxisGroup, get_group
 from omni_neuron_runtime import CheckpointError, SafetensorsCheckpoint
 from vllm_omni_neuron.sdk.config import ConfigT, ModelConfigError, read_json
-from vllm_omni_neuron.sdk.mapping import Mapping, listing, mapping_coverage
+from vllm_omni_neuron.sdk.mapping import Mapping, is_unused, listing, mapping_coverage
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -134,7 +134,7 @@ class DiffusersCheckpoint:
             dtype: of the parameters.
             device: where they go.
             group: the ranks; None for the tensor-parallel group, `AxisGroup("tp")` for a component that is not split.
-            unused: prefixes of keys that nothing needs.
+            unused: as for `mapping_coverage`.
 
         Raises:
             CheckpointError: damaged files, a key that is missing or that nothing uses, a wrong shape.
@@ -156,7 +156,7 @@ def check_tensors(
         checkpoint: a component's files.
         make: as for `DiffusersCheckpoint.load`.
         mapping: of all parameters.
-        unused: prefixes of keys that nothing needs.
+        unused: as for `mapping_coverage`.
 
     Raises:
         CheckpointError: naming files, keys and shapes.
@@ -202,7 +202,7 @@ def load_tensors(
             "forward, or as a plain attribute outside of torch.device('meta')"
         )
     result = checkpoint.load_sharded_pipelined(group.rank, group.size, module, mapping, torch.device(device))
-    unexpected = [key for key in result.unexpected_keys if not (unused and key.startswith(unused))]
+    unexpected = [key for key in result.unexpected_keys if not is_unused(key, unused)]
     if unexpected:
         raise CheckpointError(
             f"{checkpoint.path}: {len(unexpected)} tensor(s) that nothing uses: {listing(unexpected)}"

@@ -65,6 +65,11 @@ class Coverage:
         return [*found, *self.misfits]
 
 
+def is_unused(key: str, unused: tuple[str, ...]) -> bool:
+    """Whether `key` is among the keys that nothing needs, or begins with one of them that ends in a dot."""
+    return key in unused or key.startswith(tuple(name for name in unused if name.endswith(".")))
+
+
 def mapping_coverage(
     module: nn.Module,
     mapping: Mapping,
@@ -79,7 +84,7 @@ def mapping_coverage(
         module: usually on the meta device, of one rank of `size`.
         mapping: of its parameters.
         shapes: of the checkpoint's tensors, by key.
-        unused: prefixes of keys (or whole keys) that nothing needs.
+        unused: keys that nothing needs; one that ends in a dot stands for all that begin with it.
         size: ranks that share the module: each must get its shape, and together they must read each tensor exactly
             once, or each rank all of it.
     """
@@ -91,7 +96,7 @@ def mapping_coverage(
             misfits += _misfits(name, parameters[name], {key: shapes[key] for key in keys_of(sources)}, size)
     return Coverage(
         missing=tuple(key for key in used if key not in shapes),
-        unmapped=tuple(key for key in shapes if key not in used and not (unused and key.startswith(unused))),
+        unmapped=tuple(key for key in shapes if key not in used and not is_unused(key, unused)),
         unused_parameters=tuple(name for name in parameters if name not in mapping),
         misfits=tuple(misfits),
         unknown_parameters=tuple(name for name in mapping if name not in parameters),

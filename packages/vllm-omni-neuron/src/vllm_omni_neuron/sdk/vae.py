@@ -37,28 +37,53 @@ class VaeTiling:
     tile_sample_stride_height: int = 192
     tile_sample_stride_width: int = 192
 
-    def plan(self, height: int, width: int, scale: Fraction) -> TilePlan:
-        """The tiles of an input of `height` × `width`: latents where `scale` (output / input) is above one.
+    def decoding_plan(self, height: int, width: int, pixels: int, *, patch: int = 1) -> TilePlan:
+        """The tiles of latents of `height` × `width`.
+
+        Args:
+            height, width: of the latents.
+            pixels: of a latent, along the height and along the width.
+            patch: pixels of what the decoder gives for one pixel of its output, where it works in patches.
 
         Raises:
             ModelConfigError: a tile or stride that is no whole number of latents, or a stride above the tile.
         """
-        pixels = int(max(scale, 1 / scale))
+        self._check(pixels)
+        return TilePlan.for_size(
+            height,
+            width,
+            tile=(self.tile_sample_min_height // pixels, self.tile_sample_min_width // pixels),
+            stride=(self.tile_sample_stride_height // pixels, self.tile_sample_stride_width // pixels),
+            scale=pixels // patch,
+        )
+
+    def encoding_plan(self, height: int, width: int, pixels: int) -> TilePlan:
+        """The tiles of a picture of `height` × `width`, multiples of `pixels`, which one latent stands for.
+
+        Raises:
+            ModelConfigError: as for `decoding_plan`.
+        """
+        self._check(pixels)
+        return TilePlan.for_size(
+            height,
+            width,
+            tile=(self.tile_sample_min_height, self.tile_sample_min_width),
+            stride=(self.tile_sample_stride_height, self.tile_sample_stride_width),
+            scale=Fraction(1, pixels),
+        )
+
+    def _check(self, pixels: int) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value < pixels or value % pixels:
                 raise ModelConfigError(f"{field.name} = {value}: valid values are positive multiples of {pixels}")
-        unit = pixels if scale > 1 else 1
-        try:
-            return TilePlan.for_size(
-                height,
-                width,
-                tile=(self.tile_sample_min_height // unit, self.tile_sample_min_width // unit),
-                stride=(self.tile_sample_stride_height // unit, self.tile_sample_stride_width // unit),
-                scale=scale,
-            )
-        except ValueError as error:
-            raise ModelConfigError(f"VAE tiles in units of {unit} pixels: {error}") from None
+        for side in ("height", "width"):
+            tile, stride = getattr(self, f"tile_sample_min_{side}"), getattr(self, f"tile_sample_stride_{side}")
+            if stride > tile:
+                raise ModelConfigError(
+                    f"tile_sample_stride_{side} = {stride} leaves gaps between tiles of tile_sample_min_{side} = "
+                    f"{tile}; valid values are {pixels} to {tile}"
+                )
 
 
 class DiffusersVae(nn.Module):
@@ -161,7 +186,7 @@ class DiffusersVae(nn.Module):
         Raises:
             ModelConfigError: a tiling that does not fit the VAE.
         """
-        pixels = self._run("decode", self._decode, latents, Fraction(self.spatial_scale), tiling, group)
+        pixels = self._run("decode", self._decode, latents, tiling, group)
         return None if pixels is None else pixels.clamp_(-1.0, 1.0)
 
     @overload
@@ -196,14 +221,13 @@ class DiffusersVae(nn.Module):
         for name, size in zip(("height", "width"), pixels.shape[-2:], strict=True):
             if size < 1 or size % self.spatial_scale:
                 raise ValueError(f"{name} = {size} to encode: valid are multiples of {self.spatial_scale}")
-        return self._run("encode", self._encode, pixels, Fraction(1, self.spatial_scale), tiling, group)
+        return self._run("encode", self._encode, pixels, tiling, group)
 
     def _run(
         self,
         direction: Direction,
         compute: Callable[[torch.Tensor], torch.Tensor],
         inputs: torch.Tensor,
-        scale: Fraction,
         tiling: VaeTiling | None,
         group: AxisGroup | None,
     ) -> torch.Tensor | None:
@@ -213,12 +237,14 @@ class DiffusersVae(nn.Module):
         if tiling is None and group.ranks == (0,):
             return compute(inputs).cpu()
         is_image, (height, width) = inputs.dim() == 4, inputs.shape[-2:]
-        unit = 1 if scale > 1 else scale.denominator
-        measured = self._shape_of(direction, (1, *inputs.shape[1:-2], 2 * unit, 2 * unit))
+        tiling, scale = tiling or VaeTiling(), self.spatial_scale
+        plan = tiling.decoding_plan if direction == "decode" else tiling.encoding_plan
+        side = 2 if direction == "decode" else 2 * scale
+        measured = self._shape_of(direction, (1, *inputs.shape[1:-2], side, side))
         result = run_tiles(
             inputs.unsqueeze(2) if is_image else inputs,
             lambda tile: [compute(tile.squeeze(2)).unsqueeze(2) if is_image else compute(tile)],
-            (tiling or VaeTiling()).plan(height, width, scale),
+            plan(height, width, scale),
             channels=measured[1],
             frames=1 if is_image else measured[2],
             dtype=self.dtype,
