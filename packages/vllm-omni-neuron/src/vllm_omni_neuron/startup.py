@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
+import time
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
@@ -16,6 +19,9 @@ _pipe: Connection | None = None
 IMPORTING = "starting its Python process and importing vLLM-Omni"
 DEVICE = "initialising its device and process groups"
 LOADING = "loading the model"
+
+# Seconds that a worker whose engine is gone has to end by itself; one that waits for another rank never does.
+ORPHAN_GRACE_S = 5.0
 
 # What the server of `worker_context` imports: everything that a worker needs but the model.
 PRELOADED = "vllm_omni_neuron.worker"
@@ -45,6 +51,24 @@ def _adopt_environment(environment: dict[str, str]) -> None:
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"].partition(",")[0]))
 
 
+def end_with_the_engine() -> None:
+    """End this process when the engine's process has ended, in whatever way.
+
+    vLLM-Omni asks the kernel for a signal when the parent process ends. A forked worker's parent is the fork server,
+    which outlives an engine that was killed for as long as it has a worker.
+    """
+    engine = multiprocessing.parent_process()
+    assert engine is not None
+
+    def watch() -> None:
+        wait([engine.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="neuron-engine-watch", daemon=True).start()
+
+
 def report_phase(phase: str) -> None:
     """Say what this worker does from now on until it says otherwise."""
     if _pipe is not None:
@@ -63,6 +87,7 @@ def worker_main(rank: int, pipe: Connection, shm_prefix: str, environment: dict[
     """
     global _pipe
     _pipe = pipe
+    end_with_the_engine()
     try:
         _adopt_environment(environment)
         from vllm_omni.diffusion.worker import WorkerProc
