@@ -19,10 +19,8 @@ from omni_neuron_parallel import (
     QKVParallelLinear,
     RowParallelLinear,
     SequenceParallel,
-    SequenceShard,
+    SplitTokens,
     context_attention,
-    get_group,
-    group_place,
     sinusoidal_embedding,
 )
 from torch import nn
@@ -145,7 +143,7 @@ class Block(nn.Module):
         return hidden + inner_gate * self.down(F.gelu(self.up(tokens)))
 
 
-class Transformer(nn.Module):
+class Transformer(SplitTokens):
     """The DiT on one rank of a TP and a CP group.
 
     Args:
@@ -165,14 +163,7 @@ class Transformer(nn.Module):
         sequence_parallel: bool = False,
         context_method: ContextMethod = "auto",
     ):
-        super().__init__()
-        group, self.context_group = group or get_group("tp"), context_group or get_group("cp")
-        self.sequence_group = group if sequence_parallel else AxisGroup("tp")
-        # This rank's places as data, so that the compiled graph is the same on every rank.
-        self.register_buffer("context_place", group_place(self.context_group), persistent=False)
-        self.register_buffer("sequence_place", group_place(self.sequence_group), persistent=False)
-        self.context_place: torch.Tensor
-        self.sequence_place: torch.Tensor
+        super().__init__(group, context_group, sequence_parallel=sequence_parallel)
         self.config = config
         pixels = config.channels * config.patch**2
         self.patch_in = nn.Linear(pixels, config.hidden)
@@ -180,7 +171,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 config,
-                group=group,
+                group=self.group,
                 context_group=self.context_group,
                 sequence_parallel=sequence_parallel,
                 context_method=context_method,
@@ -204,11 +195,10 @@ class Transformer(nn.Module):
         """
         patches = self._patchify(latents)
         num_tokens, dtype = patches.shape[1], self.patch_in.weight.dtype
-        context = SequenceShard(num_tokens, self.context_group.size, self.context_group.rank)
-        sequence = SequenceParallel(context.shard_length, self.sequence_group)
+        (context, sequence), (place, sequence_place) = self.shards_of(num_tokens), self.places()
         positions = sinusoidal_embedding(torch.arange(num_tokens, device=latents.device), self.config.hidden)
         hidden = self.patch_in(patches.to(dtype)) + positions.to(dtype)
-        hidden = sequence.split(context.split(hidden, 1, self.context_place), 1, self.sequence_place)
+        hidden = sequence.split(context.split(hidden, 1, place), 1, sequence_place)
         time = F.silu(self.time_in(sinusoidal_embedding(timestep, self.config.hidden).to(dtype)))
         for block, key_value in zip(self._blocks(), text.blocks, strict=True):
             hidden = block(hidden, time, key_value, text.mask, sequence, num_tokens)

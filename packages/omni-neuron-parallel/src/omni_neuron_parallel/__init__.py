@@ -48,6 +48,7 @@ from omni_neuron_parallel.meshes import (
 from omni_neuron_parallel.patch_parallel import run_tiles
 from omni_neuron_parallel.provider import ParallelProvider
 from omni_neuron_parallel.sequence import SequenceParallel, SequenceShard
+from omni_neuron_parallel.split_tokens import SplitTokens
 from omni_neuron_parallel.tiles import TilePlan, assign_tiles, stitch_tiles
 from omni_neuron_parallel.topology import (
     AXES,
@@ -84,6 +85,7 @@ __all__ = [
     "RowParallelLinear",
     "SequenceParallel",
     "SequenceShard",
+    "SplitTokens",
     "TilePlan",
     "Topology",
     "VocabParallelEmbedding",

@@ -24,9 +24,9 @@ from omni_neuron_parallel import (
     RowParallelLinear,
     SequenceParallel,
     SequenceShard,
+    SplitTokens,
     context_attention,
     get_group,
-    group_place,
 )
 from omni_neuron_wan22.config import WanConfig
 from omni_neuron_wan22.embeddings import PatchEmbedding, WanTimeTextEmbedding
@@ -344,7 +344,7 @@ class WanTransformerBlock(nn.Module):
         return add_gated(hidden, fed, ffn_gate, first_frame)
 
 
-class WanTransformer3DModel(nn.Module):
+class WanTransformer3DModel(SplitTokens):
     """The Wan2.2 DiT of one expert on one rank of a TP and a CP group.
 
     Every rank embeds all patches and keeps its tokens; S need not be divisible by anything. The projected tokens, few
@@ -373,16 +373,8 @@ class WanTransformer3DModel(nn.Module):
         sequence_parallel: bool = False,
         context_method: ContextMethod = "auto",
     ):
-        super().__init__()
-        group = group or get_group("tp")
-        self.context_group = context_group or get_group("cp")
-        self.sequence_group = group if sequence_parallel else AxisGroup("tp")
-        # This rank's place as data, so that the compiled graph is the same on every rank.
-        self.register_buffer("context_place", group_place(self.context_group), persistent=False)
-        self.register_buffer("sequence_place", group_place(self.sequence_group), persistent=False)
-        self.context_place: torch.Tensor
-        self.sequence_place: torch.Tensor
-        config.check_tensor_parallel(group.size)
+        super().__init__(group, context_group, sequence_parallel=sequence_parallel)
+        config.check_tensor_parallel(self.group.size)
         self.config = config
         self.rope = WanRotaryPosEmbed(config.attention_head_dim, config.patch_size, config.rope_max_seq_len)
         self.patch_embedding = PatchEmbedding(config.in_channels, config.hidden_size, config.patch_size)
@@ -390,7 +382,7 @@ class WanTransformer3DModel(nn.Module):
         self.blocks = nn.ModuleList(
             WanTransformerBlock(
                 config,
-                group=group,
+                group=self.group,
                 context_group=self.context_group,
                 sequence_parallel=sequence_parallel,
                 context_method=context_method,
@@ -492,8 +484,7 @@ class WanTransformer3DModel(nn.Module):
         """The first part of `forward`: what the blocks take."""
         hidden = self.patch_embedding(hidden_states.to(self.dtype))
         context, sequence = self.shards(hidden_states.shape)
-        compiling = torch.compiler.is_compiling()
-        place, sequence_place = (self.context_place, self.sequence_place) if compiling else (None, None)
+        place, sequence_place = self.places()
         hidden = sequence.split(context.split(hidden, 1, place), 1, sequence_place)
         cos, sin = (context.split(table, 0, place) for table in self.rope(hidden_states))
         first_frame = None
@@ -541,8 +532,7 @@ class WanTransformer3DModel(nn.Module):
         """This rank's tokens of latents `[B, C, T, H, W]`, over CP, and of those over TP."""
         sizes = zip(latent_shape[2:], self.config.patch_size, strict=True)
         length = math.prod([size // patch for size, patch in sizes])  # a list: Dynamo hands no generator to C
-        context = SequenceShard(length, self.context_group.size, self.context_group.rank)
-        return context, SequenceParallel(context.shard_length, self.sequence_group)
+        return self.shards_of(length)
 
     def _blocks(self) -> list[WanTransformerBlock]:
         return list(self.blocks)  # type: ignore[arg-type]
