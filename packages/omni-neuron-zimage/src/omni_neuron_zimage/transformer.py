@@ -28,10 +28,8 @@ from omni_neuron_parallel import (
     RotaryTables,
     RowParallelLinear,
     SequenceParallel,
-    SequenceShard,
+    SplitTokens,
     context_attention,
-    get_group,
-    group_place,
     sinusoidal_embedding,
 )
 from omni_neuron_zimage.config import (
@@ -173,7 +171,7 @@ class OutputLayer(nn.Module):
         return self.linear(scaled)
 
 
-class ZImageTransformer2DModel(nn.Module):
+class ZImageTransformer2DModel(SplitTokens):
     """The Z-Image transformer on one rank of a TP and a CP group.
 
     Every rank embeds the whole image, a few channels wide, and keeps its tokens; what is predicted for them is gathered
@@ -200,19 +198,12 @@ class ZImageTransformer2DModel(nn.Module):
         sequence_parallel: bool = False,
         context_method: ContextMethod = "auto",
     ):
-        super().__init__()
-        group = group or get_group("tp")
+        super().__init__(group, context_group, sequence_parallel=sequence_parallel)
+        group = self.group
         config.check_tensor_parallel(group.size)
         self.config = config
-        self.context_group = context_group or get_group("cp")
-        self.sequence_group = group if sequence_parallel else AxisGroup("tp")
         # A ring of one rank would be plain attention in a slower way.
         self.context_method: ContextMethod = context_method if self.context_group.size > 1 else "auto"
-        # This rank's place as data, so that the compiled graph is the same on every rank.
-        self.register_buffer("context_place", group_place(self.context_group), persistent=False)
-        self.register_buffer("sequence_place", group_place(self.sequence_group), persistent=False)
-        self.context_place: torch.Tensor
-        self.sequence_place: torch.Tensor
 
         def blocks(count: int, modulated: bool) -> nn.ModuleList:
             return nn.ModuleList(
@@ -293,8 +284,8 @@ class ZImageTransformer2DModel(nn.Module):
         embedded = torch.cat([embedded, self.image_pad.expand(1, length - tokens, -1)], dim=1)
 
         # This rank's part of the image, and of the caption.
-        of_image, of_caption = self._shard(length), self._shard(caption.tokens.shape[1])
-        place, cp, method = self._place(self.context_place), self.context_group, self.context_method
+        (of_image, _), (of_caption, _) = self.shards_of(length), self.shards_of(caption.tokens.shape[1])
+        (place, _), cp, method = self.places(), self.context_group, self.context_method
         image_tables = of_image.split(self._image_tables(grid, caption.image_position, length), 1, place)
         caption_tables = self._caption_tables(caption.tokens.shape[1], embedded.device)
         caption_tables = of_caption.split(caption_tables, 1, place)
@@ -325,7 +316,7 @@ class ZImageTransformer2DModel(nn.Module):
     ) -> tuple[torch.Tensor, SequenceParallel]:
         """Tokens `[1, S, dim]` through blocks; what comes out is split over TP by the `SequenceParallel`."""
         stream = SequenceParallel(hidden.shape[1], self.sequence_group)
-        hidden = stream.split(hidden, 1, self._place(self.sequence_place))
+        hidden = stream.split(hidden, 1, self.places()[1])
         for block in blocks:
             hidden = block(hidden, tables, attend, stream, temb)
         return hidden, stream
@@ -339,12 +330,6 @@ class ZImageTransformer2DModel(nn.Module):
     def _caption_tables(self, rows: int, device: torch.device) -> torch.Tensor:
         """The same of a caption, whose tokens and pads stand at 1 to `rows`."""
         return torch.stack(self.rotary(torch.arange(1, rows + 1, device=device), 1, 1))
-
-    def _shard(self, length: int) -> SequenceShard:
-        return SequenceShard(length, self.context_group.size, self.context_group.rank)
-
-    def _place(self, place: torch.Tensor) -> torch.Tensor | None:
-        return place if torch.compiler.is_compiling() else None
 
     def _grid(self, latents: torch.Tensor) -> tuple[int, int]:
         grid = (latents.shape[2] // self.config.patch_size, latents.shape[3] // self.config.patch_size)
