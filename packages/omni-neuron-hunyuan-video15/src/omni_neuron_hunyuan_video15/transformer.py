@@ -27,10 +27,8 @@ from omni_neuron_parallel import (
     RotaryTables,
     RowParallelLinear,
     SequenceParallel,
-    SequenceShard,
+    SplitTokens,
     context_attention,
-    get_group,
-    group_place,
 )
 from vllm_omni_neuron.sdk import check_tensor_parallel
 
@@ -210,7 +208,7 @@ class TransformerBlock(nn.Module):
         return video + mlp_gate.unsqueeze(1) * branch, text + text_mlp_gate.unsqueeze(1) * text_branch
 
 
-class HunyuanVideo15Transformer(nn.Module):
+class HunyuanVideo15Transformer(SplitTokens):
     """The text-to-video DiT on one rank of a TP and a CP group.
 
     Every rank embeds all latents and keeps its tokens; S need not be divisible by anything. The projected tokens, few
@@ -242,17 +240,9 @@ class HunyuanVideo15Transformer(nn.Module):
         sequence_parallel: bool = False,
         context_method: ContextMethod = "auto",
     ):
-        super().__init__()
-        self.config = config
-        self.group = group = group or get_group("tp")
-        self.context_group = context_group or get_group("cp")
-        self.sequence_group = group if sequence_parallel else AxisGroup("tp")
+        super().__init__(group, context_group, sequence_parallel=sequence_parallel)
+        self.config, group = config, self.group
         check_tensor_parallel(group.size, config.num_attention_heads)
-        # This rank's place as data, so that the compiled graph is the same on every rank.
-        self.register_buffer("context_place", group_place(self.context_group), persistent=False)
-        self.register_buffer("sequence_place", group_place(self.sequence_group), persistent=False)
-        self.context_place: torch.Tensor
-        self.sequence_place: torch.Tensor
         dim = config.hidden_size
         self.rope = RotaryTables(config.rope_axes_dim, [MAX_POSITIONS] * 3, theta=config.rope_theta)
         self.latent_embedding = LatentEmbedding(config)
@@ -306,10 +296,8 @@ class HunyuanVideo15Transformer(nn.Module):
         if attention_kwargs:
             raise ValueError(f"attention_kwargs {sorted(attention_kwargs)} have no meaning for this model")
         t, h, w = hidden_states.shape[2:]
-        context = SequenceShard(t * h * w, self.context_group.size, self.context_group.rank)
-        sequence = SequenceParallel(context.shard_length, self.sequence_group)
-        compiling = torch.compiler.is_compiling()
-        place, sequence_place = (self.context_place, self.sequence_place) if compiling else (None, None)
+        context, sequence = self.shards_of(t * h * w)
+        place, sequence_place = self.places()
 
         video = self.latent_embedding(hidden_states.to(self.dtype))
         video = sequence.split(context.split(video, 1, place), 1, sequence_place)
