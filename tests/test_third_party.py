@@ -178,6 +178,9 @@ def example(site: Path) -> Iterator[ModuleType]:
     spec.loader.exec_module(module)
     yield module
     sys.path.remove(str(site))
+    # Another file makes a package of this name anew.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme_toy_video"]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
