@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import context_ranks
 import parallel_ranks
 import pytest
 import torch
 
-from omni_neuron_parallel import AxisGroup, RankPool, SequenceShard, Topology
+from omni_neuron_parallel import AxisGroup, RankPool, SequenceShard, SplitTokens, Topology
 
 
 @pytest.mark.parametrize("world", range(1, 9))
@@ -73,3 +75,16 @@ def test_errors() -> None:
         shard.split_runs(torch.zeros(1, 2), [2, 2], 1)
     with pytest.raises(ValueError, match=r"has 3 rows, not 2 \(one row a run\)"):
         shard.split_runs(torch.zeros(1, 3), [2, 3], 1)
+
+
+def test_what_a_transformer_knows_of_its_place() -> None:
+    unused: Any = object()  # no collective runs
+    tp, cp = AxisGroup("tp", (4, 5), 1, unused), AxisGroup("cp", (1, 5, 9), 1, unused)
+    model = SplitTokens(tp, cp, sequence_parallel=True)
+    context, sequence = model.shards_of(10)
+    assert (context.shard_length, context.start, sequence.shard.shard_length, sequence.group) == (4, 4, 2, tp)
+    assert SplitTokens(tp, cp).sequence_group.size == 1
+    # Eager code may use the numbers; a graph reads the places, the same graph on every rank.
+    assert model.places() == (None, None)
+    assert (model.context_place.tolist(), model.sequence_place.tolist()) == ([1], [1])
+    assert not model.state_dict()
