@@ -10,15 +10,15 @@ import torch
 from vllm_omni.diffusion.lora.manager import LoRABackend
 from vllm_omni.platforms import current_omni_platform
 
-from omni_neuron_parallel import ContextMethod, Topology, check_cfg_parallel_size
+from omni_neuron_parallel import Axis, ContextMethod, Topology, check_cfg_parallel_size
 from vllm_omni_neuron.sdk.config import ModelConfigError
 from vllm_omni_neuron.sdk.engine_hooks import EngineHooks
 from vllm_omni_neuron.sdk.request import IMAGE_POLICIES
-from vllm_omni_neuron.sdk.spec import Feature, ModelSpec, SpecAxis
+from vllm_omni_neuron.sdk.spec import Feature, ModelSpec
 from vllm_omni_neuron.settings import model_settings
 
 # By axis of a spec: the option of vLLM-Omni's parallel configuration. `sp` is a setting of the model's.
-_AXIS_OPTIONS: dict[SpecAxis, str] = {
+_AXIS_OPTIONS: dict[Axis, str] = {
     "tp": "tensor_parallel_size",
     "cp": "ring_degree",
     "cfg": "cfg_parallel_size",
@@ -91,7 +91,7 @@ def _check_layout(od_config: Any, spec: ModelSpec) -> None:
         raise ModelConfigError(str(error)) from error
     for axis, option in _AXIS_OPTIONS.items():
         largest = spec.axes.get(axis, 1)
-        size = {"tp": topology.tp, "cp": topology.cp, "cfg": topology.cfg, "vae_patch": topology.vae_patch}[axis]
+        size = topology.size(axis)
         if largest is not None and size > largest:
             valid = "1" if largest == 1 else f"1 to {largest}"
             raise ModelConfigError(f"{option} = {size}: the valid size for {spec.title} is {valid}")

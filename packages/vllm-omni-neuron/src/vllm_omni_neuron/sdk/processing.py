@@ -17,7 +17,14 @@ from omni_neuron_parallel import Topology
 from vllm_omni_neuron.sdk.engine_checks import check_engine_config, topology_of
 from vllm_omni_neuron.sdk.engine_hooks import EngineHooks
 from vllm_omni_neuron.sdk.images import fit_images, load_images
-from vllm_omni_neuron.sdk.request import SOURCES, GenerationRequest, RequestError, media_of, resolve_request
+from vllm_omni_neuron.sdk.request import (
+    DEFAULT_OUTPUT_TYPES,
+    SOURCES,
+    GenerationRequest,
+    RequestError,
+    media_of,
+    resolve_request,
+)
 from vllm_omni_neuron.sdk.spec import Feature, ModelSpec, Output
 
 _IMAGE_FEATURES: dict[str, Feature] = {"image": "image_input", "last_image": "last_image_input"}
@@ -87,14 +94,13 @@ def post_process_func(output: Output) -> Callable[..., dict[str, Any]]:
         output: the kind, and the key of the payload: "video" `[N, 3, F, H, W]` or "image" `[N, 3, H, W]`. A PIL image
             or a list of frames for each of the N, an array, a tensor, or the latents as they are.
     """
-    default = "pil" if output == "image" else "np"
     to_images, to_videos = VaeImageProcessor(), VideoProcessor()
 
     def post_process(
         result: dict[str, Any], output_type: str | None = None, sampling_params: Any = None
     ) -> dict[str, Any]:
         made = result["payload"][output]
-        kind = getattr(sampling_params, "output_type", None) or output_type or default
+        kind = getattr(sampling_params, "output_type", None) or output_type or DEFAULT_OUTPUT_TYPES[output]
         if kind != "latent" and output == "image":
             made = to_images.postprocess(made, output_type=kind)
         elif kind != "latent":

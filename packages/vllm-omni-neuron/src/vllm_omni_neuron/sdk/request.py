@@ -17,6 +17,8 @@ from typing import Any, Literal
 logger = logging.getLogger(__name__)
 
 OUTPUT_TYPES = ("np", "pt", "pil", "latent")
+# By what a model makes.
+DEFAULT_OUTPUT_TYPES = {"image": "pil", "video": "np"}
 IMAGE_POLICIES = ("resize", "crop")
 MAX_SEED = 2**63 - 1
 ImageUse = Literal["none", "optional", "required"]
@@ -191,7 +193,7 @@ def resolve_request(prompt: Any, sampling_params: Any, rules: RequestRules) -> G
     policy = IMAGE_POLICIES[0]
     if media:
         policy = found("image_policy", extra.get("image_policy"), policy, engine=rules.image_policy)
-    output_type = sampling_params.output_type or rules.output_type or ("pil" if rules.output == "image" else "np")
+    output_type = sampling_params.output_type or rules.output_type or DEFAULT_OUTPUT_TYPES[rules.output]
     return rules.request_class(
         prompt=text,
         negative_prompt=negative,

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,13 +42,7 @@ def load_transformers(
     model_class = getattr(transformers, name, None)
     if model_class is None:
         raise ModelConfigError(f"{checkpoint.path / component}: transformers {transformers.__version__} has no {name}")
-    path = checkpoint.path / component
-    SafetensorsCheckpoint(path).validate()
-    model, found = model_class.from_pretrained(
-        path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-    )
-    check_nothing_missing(path, found["missing_keys"], name)
-    return model.eval().requires_grad_(False).to(device)
+    return load_pretrained(model_class, checkpoint.path / component, dtype).eval().requires_grad_(False).to(device)
 
 
 def on_output_rank(function: Callable[[], ResultT], device: torch.device | str = "cpu") -> ResultT:
@@ -81,10 +76,20 @@ def on_output_rank(function: Callable[[], ResultT], device: torch.device | str =
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
-def check_nothing_missing(path: object, missing: list[str] | set[str], name: str) -> None:
-    """Raise CheckpointError where a library would fill `missing` tensors with random numbers."""
+def load_pretrained(model_class: Any, path: Path, dtype: torch.dtype) -> Any:
+    """A model of transformers or diffusers from a folder of this machine, complete.
+
+    Raises:
+        CheckpointError: files that are missing or truncated, or tensors, which the library would fill with noise.
+    """
+    SafetensorsCheckpoint(path).validate()
+    model, found = model_class.from_pretrained(
+        path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+    )
+    missing = sorted(found["missing_keys"])
     if missing:
-        raise CheckpointError(f"{path}: missing {len(missing)} tensor(s) of {name}: {listing(sorted(missing))}")
+        raise CheckpointError(f"{path}: missing {len(missing)} tensor(s) of {model_class.__name__}: {listing(missing)}")
+    return model
 
 
 def _class_name(checkpoint: DiffusersCheckpoint, component: str) -> str:

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from omni_neuron_parallel import AxisGroup, TilePlan, run_tiles
-from omni_neuron_runtime import SafetensorsCheckpoint
 from vllm_omni_neuron.sdk.checkpoint import DiffusersCheckpoint
 from vllm_omni_neuron.sdk.config import ModelConfigError
-from vllm_omni_neuron.sdk.unsharded import check_nothing_missing
+from vllm_omni_neuron.sdk.unsharded import load_pretrained
 
 Direction = Literal["encode", "decode"]
 
@@ -318,11 +317,7 @@ def load_diffusers_vae(
     model_class = getattr(diffusers, str(name), None)
     if model_class is None:
         raise ModelConfigError(f"{path / 'config.json'}: diffusers {diffusers.__version__} has no class {name!r}")
-    SafetensorsCheckpoint(path).validate()
-    model, found = model_class.from_pretrained(
-        path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-    )
-    check_nothing_missing(path, found["missing_keys"], str(name))
+    model = load_pretrained(model_class, path, dtype)
     if not encoder:
         model.encoder = None
     return DiffusersVae(model).to(device)
