@@ -155,6 +155,11 @@ class VaeConfig(ModelConfig):
         """Pixels of a patch in height and in width; VAE 2.1 has no patches, which is patches of 1."""
         return self.patch_size or 1
 
+    def latent_size(self, height: int, width: int, frames: int) -> tuple[int, int, int]:
+        """Frames, height and width of the latents of a video of these pixels."""
+        rows, columns = height // self.scale_factor_spatial, width // self.scale_factor_spatial
+        return (frames - 1) // self.scale_factor_temporal + 1, rows, columns
+
     @property
     def encoder_dims(self) -> tuple[int, ...]:
         """Channels of the encoder from the pixel side to the latent side, one more than there are down blocks."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,9 @@ class WanHooks(EngineHooks):
     @classmethod
     def num_tokens(cls, request: GenerationRequest, checkpoint: WanCheckpoint) -> int:
         """Patches of the latents."""
-        vae, patch = checkpoint.vae_config, checkpoint.transformer_config(checkpoint.experts[0]).patch_size
-        frames = (request.num_frames - 1) // vae.scale_factor_temporal + 1
-        rows, columns = (size // vae.scale_factor_spatial for size in (request.height, request.width))
-        return (frames // patch[0]) * (rows // patch[1]) * (columns // patch[2])
+        latents = checkpoint.vae_config.latent_size(request.height, request.width, request.num_frames)
+        patch = checkpoint.transformer_config(checkpoint.experts[0]).patch_size
+        return math.prod(size // side for size, side in zip(latents, patch, strict=True))
 
     @classmethod
     def check_lora(cls, path: str, checkpoint: WanCheckpoint) -> None:

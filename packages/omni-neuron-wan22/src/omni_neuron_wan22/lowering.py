@@ -65,8 +65,7 @@ class WanComponents:
             raise WanConfigError(f"component = {component!r}: valid are {', '.join(COMPONENTS)}")
         if layers is not None and component.startswith("vae"):
             raise WanConfigError(f"layers = {layers}: the VAE is lowered whole")
-        scale = self.vae_config.scale_factor_spatial
-        grid = ((frames - 1) // self.vae_config.scale_factor_temporal + 1, height // scale, width // scale)
+        grid = self.vae_config.latent_size(height, width, frames)
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:

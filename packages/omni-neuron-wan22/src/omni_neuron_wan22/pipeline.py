@@ -145,13 +145,7 @@ class NeuronWanPipeline(WanHooks, NeuronDiffusionPipeline):
     def latent_shape(self, request: GenerationRequest) -> tuple[int, ...]:
         """`[1, z, T, h, w]`."""
         vae = self.checkpoint.vae_config
-        return (
-            1,
-            vae.z_dim,
-            (request.num_frames - 1) // vae.scale_factor_temporal + 1,
-            request.height // vae.scale_factor_spatial,
-            request.width // vae.scale_factor_spatial,
-        )
+        return 1, vae.z_dim, *vae.latent_size(request.height, request.width, request.num_frames)
 
     def make_scheduler(self, request: GenerationRequest) -> NeuronFlowUniPCMultistepScheduler | FlowEulerScheduler:
         """The request's solver with its shift."""
