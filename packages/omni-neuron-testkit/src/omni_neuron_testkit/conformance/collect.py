@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .case import supported
-from .kit import load
+from .ranks import load
 from .report import ModelReport, Outcome, TestResult, worst
 from .suite import NOT_SUPPORTED, ModelConformance, layouts_of, names_of_tests
 

@@ -10,7 +10,7 @@ from omni_neuron_parallel import Topology, destroy_parallel, initialize_parallel
 from omni_neuron_runtime import declared_world
 
 from .case import Published
-from .kit import load
+from .ranks import load
 
 TILE_RANKS = 8
 Publish = Callable[[], Mapping[str, Published]]

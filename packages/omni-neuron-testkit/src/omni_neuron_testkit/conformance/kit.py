@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,17 +15,9 @@ from omni_neuron_testkit.pass_rule import Comparison, compare_three_way
 from . import ranks
 from .case import KitRequest, Layout, ReferenceRun
 from .pool import run_in_world
-from .ranks import RankRuns, Target
+from .ranks import RankRuns, Target, load
 
 ONE = Layout()
-
-
-def load(named: Any) -> Any:
-    """The object of "module:NAME"; anything else as it is."""
-    if not isinstance(named, str):
-        return named
-    module, _, name = named.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 @dataclass

@@ -18,6 +18,14 @@ from omni_neuron_runtime import COUNTERS, CompileError, partition_of
 from .case import KitRequest, Layout
 
 
+def load(named: Any) -> Any:
+    """The object of "module:NAME"; anything else as it is."""
+    if not isinstance(named, str):
+        return named
+    module, _, name = named.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 @dataclass(frozen=True)
 class Target:
     """What a rank needs to make the pipeline.
@@ -54,8 +62,7 @@ class Target:
 
     def pipeline_class(self) -> Any:
         """The class."""
-        module, _, name = self.pipeline.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return load(self.pipeline)
 
     def config(self) -> Any:
         """vLLM-Omni's configuration, as the engine has it."""

@@ -14,7 +14,8 @@ from omni_neuron_testkit.pass_rule import FLOAT32_ALLOWANCE, compare_three_way
 
 from . import coverage, engine, ranks, refusals
 from .case import STANDARD_LAYOUTS, KitRequest, Layout, Published, ReferenceRun, supported
-from .kit import ONE, Kit, first_run, load
+from .kit import ONE, Kit, first_run
+from .ranks import load
 
 NOT_SUPPORTED = "not supported: "
 Latents = torch.Tensor | ReferenceRun
