@@ -116,15 +116,18 @@ class RegisteredModel:
 
 def registered_model(architecture: str) -> RegisteredModel | None:
     """The model that is used for `architecture`; None where no package offers one that can be."""
-    models = [model for model in discover_models() if model.status == "registered"]
-    return next((model for model in models if model.architecture == architecture), None)
+    return next((model for model in _registered() if model.architecture == architecture), None)
+
+
+def _registered() -> list[RegisteredModel]:
+    return [model for model in discover_models() if model.status == "registered"]
 
 
 def spec_of(architecture: str) -> ModelSpec:
     """See `vllm_omni_neuron.sdk.model_spec`."""
     model = registered_model(architecture)
     if model is None:
-        known = sorted(model.architecture for model in discover_models() if model.status == "registered")
+        known = sorted(model.architecture for model in _registered())
         raise SpecError(f"no installed model package offers {architecture!r}; offered are {', '.join(known) or 'none'}")
     spec = model.load_spec()
     if spec is None:
@@ -182,12 +185,11 @@ def register_models() -> list[RegisteredModel]:
 def broken_pipelines() -> list[str]:
     """Why pipelines of registered models cannot be imported. Imports all that can be, and vLLM with them."""
     found = []
-    for model in discover_models():
-        if model.status == "registered":
-            try:
-                model.import_pipeline()
-            except ModelPackageError as error:
-                found.append(str(error))
+    for model in _registered():
+        try:
+            model.import_pipeline()
+        except ModelPackageError as error:
+            found.append(str(error))
     return found
 
 
@@ -195,9 +197,7 @@ def declare_output_types() -> None:
     """Tell vLLM-Omni what the models make; it asks for that before it loads plugins and `register_models` runs."""
     from vllm_omni_neuron.compat import set_final_output_type
 
-    for model in discover_models():
-        if model.status != "registered":
-            continue
+    for model in _registered():
         output = model.final_output_type or _output_of_spec(model)
         if output:
             set_final_output_type(model.architecture, output)
