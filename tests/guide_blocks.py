@@ -3,40 +3,26 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import re
 import runpy
 import shlex
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "features.md"
-_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools" / "packaging"))
+page_script = importlib.import_module("page_script")
 
-
+PAGE = ROOT / "docs" / "features.md"
 MAKES_CHECKPOINT = "python -m omni_neuron_wan22."
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, its text, and the line of the page that its first line stands on."""
-
-    language: str
-    text: str
-    line: int
-
-
-def blocks(language: str) -> list[Block]:
+def blocks(language: str) -> list[Any]:
     """The page's blocks in that language, in their order."""
-    page = PAGE.read_text(encoding="utf-8")
-    found = [
-        Block(match[1], match[2], page.count("\n", 0, match.start()) + 2)
-        for match in _FENCE.finditer(page)
-    ]  # fmt: skip
-    return [block for block in found if block.language == language]
+    return page_script.blocks(PAGE, (language,))
 
 
 def commands() -> list[str]:

@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-_FENCE = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,13 @@ class Block:
     line: int
 
 
-def blocks(page: Path) -> list[Block]:
-    """The page's blocks for a shell and in Python."""
+def blocks(page: Path, languages: tuple[str, ...] = ("sh", "python")) -> list[Block]:
+    """The page's blocks in these languages, in their order."""
     text = page.read_text(encoding="utf-8")
     return [
         Block(match[1], match[2], text.count("\n", 0, match.start()) + 2)
         for match in _FENCE.finditer(text)
+        if match[1] in languages
     ]  # fmt: skip
 
 
