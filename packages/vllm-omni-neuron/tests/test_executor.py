@@ -126,7 +126,7 @@ def test_workers_start_with_the_models_environment(monkeypatch: pytest.MonkeyPat
             raise ValueError("not started")
 
     monkeypatch.setattr(startup, "worker_context", Context)
-    config = types.SimpleNamespace(num_gpus=2, model_class_name="ToyPipeline", worker_extension_cls=None)
+    config = types.SimpleNamespace(num_gpus=2, model_class_name="ToyPipeline", worker_extension_cls=None, master_port=0)
     engine: Any = object.__new__(executor.NeuronMultiprocExecutor)
     engine.od_config, engine._shm_prefix = config, "prefix"
     with pytest.raises(ValueError, match="not started"):
@@ -142,7 +142,7 @@ def test_one_rank_has_the_models_environment_while_its_engine_lives(monkeypatch:
     monkeypatch.setattr(preflight, "check_world_size", lambda od_config: None)
     monkeypatch.setattr(UniProcDiffusionExecutor, "shutdown", lambda self: None)
     engine: Any = object.__new__(executor.NeuronUniProcExecutor)
-    engine.od_config = types.SimpleNamespace(num_gpus=1, model_class_name="ToyPipeline")
+    engine.od_config = types.SimpleNamespace(num_gpus=1, model_class_name="ToyPipeline", master_port=0)
 
     def fail(self: Any) -> None:
         raise RuntimeError("no weights")

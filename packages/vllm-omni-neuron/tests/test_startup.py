@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
+
+from vllm_omni_neuron import startup
 
 # The worker ignores SIGTERM, as one does whose main thread waits in a collective.
 ENGINE = """
@@ -58,3 +64,28 @@ def test_a_worker_ends_with_an_engine_that_is_killed(tmp_path: Path, method: str
     finally:
         engine.kill()
         engine.communicate()
+
+
+def test_the_rendezvous_port_is_kept_for_rank_0() -> None:
+    with socket.socket() as probe:  # does not listen either: nobody else is given the port meanwhile
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", 0))
+        config = types.SimpleNamespace(master_port=probe.getsockname()[1])
+        port = config.master_port
+        keeper = contextlib.ExitStack()
+        keeper.enter_context(startup.rendezvous_port(config))
+    assert config.master_port == port
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    rank_0 = TCPStore("localhost", port, 1, is_master=True)
+    keeper.close()
+    rank_0.set("rank", "0")
+    assert TCPStore("localhost", port, 1, is_master=False).get("rank") == b"0"
+
+
+def test_a_rendezvous_port_that_was_taken_meanwhile_is_replaced() -> None:
+    with socket.create_server(("", 0)) as other:
+        config = types.SimpleNamespace(master_port=other.getsockname()[1])
+        with startup.rendezvous_port(config):
+            assert config.master_port != other.getsockname()[1]
+            TCPStore("localhost", config.master_port, 1, is_master=True)

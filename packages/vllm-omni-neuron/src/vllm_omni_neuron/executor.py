@@ -178,29 +178,30 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
         try:
-            with preflight.worker_environment(world), preflight.model_environment(od_config):
-                for rank in range(world):
-                    reader, writer = context.Pipe(duplex=False)
-                    arguments = (
-                        rank,
-                        writer,
-                        f"{self._shm_prefix}{rank}_",
-                        dict(os.environ),
-                        od_config,
-                        broadcast_handle,
-                        wake_events[rank],
-                        od_config.worker_extension_cls,
-                        getattr(od_config, "custom_pipeline_args", None),
-                    )
-                    process = context.Process(
-                        target=startup.worker_main, args=arguments, name=f"DiffusionWorker-{rank}", daemon=True
-                    )
-                    process.start()
-                    writer.close()
-                    processes.append(process)
-                    pipes.append(reader)
-            timeout_s = float(runtime.env.get("OMNI_NEURON_STARTUP_TIMEOUT_S"))
-            return processes, wait_until_ready(processes, pipes, timeout_s)
+            with startup.rendezvous_port(od_config):
+                with preflight.worker_environment(world), preflight.model_environment(od_config):
+                    for rank in range(world):
+                        reader, writer = context.Pipe(duplex=False)
+                        arguments = (
+                            rank,
+                            writer,
+                            f"{self._shm_prefix}{rank}_",
+                            dict(os.environ),
+                            od_config,
+                            broadcast_handle,
+                            wake_events[rank],
+                            od_config.worker_extension_cls,
+                            getattr(od_config, "custom_pipeline_args", None),
+                        )
+                        process = context.Process(
+                            target=startup.worker_main, args=arguments, name=f"DiffusionWorker-{rank}", daemon=True
+                        )
+                        process.start()
+                        writer.close()
+                        processes.append(process)
+                        pipes.append(reader)
+                timeout_s = float(runtime.env.get("OMNI_NEURON_STARTUP_TIMEOUT_S"))
+                return processes, wait_until_ready(processes, pipes, timeout_s)
         except BaseException:
             stop_processes(processes, (0.0, *FAILURE_GRACE_S[1:]))
             raise
@@ -324,7 +325,8 @@ class NeuronUniProcExecutor(UniProcDiffusionExecutor):
         preflight.check_world_size(self.od_config)
         with contextlib.ExitStack() as started:
             started.enter_context(preflight.model_environment(self.od_config))
-            super()._init_executor()
+            with startup.rendezvous_port(self.od_config):
+                super()._init_executor()
             self._environment = started.pop_all()
 
     def shutdown(self) -> None:

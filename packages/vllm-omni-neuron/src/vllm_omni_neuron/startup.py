@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 # Set in spawned workers only; in a single-process engine there is nobody to tell.
 _pipe: Connection | None = None
@@ -39,6 +45,29 @@ def worker_context() -> ForkServerContext | SpawnContext:
     if not runtime.is_cpu_mode():
         return multiprocessing.get_context("spawn")
     return runtime.fork_server([PRELOADED])
+
+
+@contextlib.contextmanager
+def rendezvous_port(od_config: Any) -> Iterator[None]:
+    """Keep `od_config.master_port` for rank 0, which listens on it; another free port where it is taken.
+
+    vLLM-Omni looks for a free port when it makes the configuration, many seconds before rank 0 binds it; until then any
+    process may be given the same. A bound socket that does not listen keeps it from them, and not from rank 0, whose
+    socket has SO_REUSEADDR as well.
+    """
+    dual_stack = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if dual_stack else socket.AF_INET) as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if dual_stack:
+            keeper.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            keeper.bind(("", od_config.master_port))
+        except OSError as error:
+            keeper.bind(("", 0))
+            port = keeper.getsockname()[1]
+            logger.info("port %s of the process groups is taken (%s); using %d", od_config.master_port, error, port)
+            od_config.master_port = port
+        yield
 
 
 def _adopt_environment(environment: dict[str, str]) -> None:
