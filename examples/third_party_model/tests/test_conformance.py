@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conformance kit on this model, and the same model in plain torch for it to compare with.
 
-A model that diffusers has needs no code here: `diffusers_reference` runs its pipeline.
+A model that diffusers has needs no code here: `reference_pipeline` names its pipeline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from acme_toy_video.config import TextEncoderConfig, TransformerConfig
 from acme_toy_video.tiny import make_tiny_checkpoint
-from acme_toy_video.transformer import Transformer, transformer_mapping
+from acme_toy_video.transformer import TRANSFORMER
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -156,7 +156,4 @@ class TestAcmeToyVideo(ModelConformance):
     def published() -> dict[str, Published]:
         """The DiT at the size of a real model; its keys and shapes are those of the model in plain torch."""
         config = TransformerConfig(num_heads=24, head_dim=128, num_layers=30, inner=12288)
-        with torch.device("meta"):
-            module, plain = Transformer(config), ReferenceTransformer(config)
-        shapes = {key: value.shape for key, value in plain.state_dict().items()}
-        return {"transformer": Published(module, transformer_mapping(config), shapes)}
+        return {"transformer": Published.of(TRANSFORMER, lambda: ReferenceTransformer(config), config)}

@@ -21,13 +21,16 @@ from vllm_omni_neuron.sdk import (
     Mapping,
     ModelConfig,
     ModelConfigError,
+    ShardedComponent,
     ascii_tokenizer,
     check_tensor_parallel,
     mapping_coverage,
+    numbered,
     perturb_constants,
     prefixed,
     save_components,
     tokenize,
+    with_biases,
     write_model_index,
 )
 
@@ -89,6 +92,16 @@ def test_prefixes_and_the_heads_that_tensor_parallelism_divides() -> None:
         "blocks.0.qkv": ["layers.0.q", "layers.0.k"],
         "blocks.0.o": "layers.0.out",
     }
+    assert numbered({"o": "out"}, "blocks.", "layers.", 2) == {
+        "blocks.0.o": "layers.0.out",
+        "blocks.1.o": "layers.1.out",
+    }
+    assert with_biases({"qkv": ["q", "k"], "o": "out"}) == {
+        "qkv.weight": ["q.weight", "k.weight"],
+        "qkv.bias": ["q.bias", "k.bias"],
+        "o.weight": "out.weight",
+        "o.bias": "out.bias",
+    }
     check_tensor_parallel(2, 6)
     with pytest.raises(ModelConfigError, match=r"tensor_parallel_size = 4: the encoder has 6 .* valid sizes are 1, 2,"):
         check_tensor_parallel(4, 6, "the encoder")
@@ -115,6 +128,28 @@ def test_a_component_is_checked_and_loaded(checkpoint: DiffusersCheckpoint) -> N
         "transformer", Block, MAPPING, dtype=torch.float32, device="cpu", group=second, unused=UNUSED
     )
     assert half.up[0].tolist() == [16.0, 17.0, 18.0, 19.0] and half.up.shape == (4, 4)
+
+
+@dataclass(frozen=True)
+class BlockConfig(ModelConfig):
+    rows: int = 8
+
+
+def test_a_component_that_is_declared_once(checkpoint: DiffusersCheckpoint) -> None:
+    def make(config: BlockConfig, *, group: AxisGroup, read: int | None = None) -> Block:
+        return Block(group, config.rows, read)
+
+    component = ShardedComponent("transformer", BlockConfig, make, lambda config: MAPPING, UNUSED)
+    config = checkpoint.path / "transformer" / "config.json"
+    config.write_text('{"rows": 8}')
+    component.check(checkpoint)
+    half = component.load(checkpoint, dtype=torch.float32, group=FakeGroup("tp", (0, 1), 1))
+    assert half.up[0].tolist() == [16.0, 17.0, 18.0, 19.0]
+    with pytest.raises(CheckpointError, match=r"dim 0 of shape \[8, 4\] holds 8, expected 16"):
+        component.check(checkpoint, read=2)
+    config.write_text('{"rows": 6}')
+    with pytest.raises(CheckpointError, match=r"ff.weight \[8, 4\] does not fit up \[6, 4\]"):
+        component.check(checkpoint)
 
 
 def test_what_nothing_uses_or_fills_is_refused(checkpoint: DiffusersCheckpoint) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 import types
 from collections.abc import Iterator
@@ -22,11 +24,14 @@ from vllm_omni_neuron.model_runner import place
 from vllm_omni_neuron.sdk import (
     FEATURES,
     ComponentSpec,
+    GenerationRequest,
     ModelSpec,
     NeuronDiffusionPipeline,
     Prediction,
     RequestRules,
+    Setting,
     Trajectory,
+    check_number,
     denoising,
 )
 
@@ -121,10 +126,21 @@ class ToyPipeline(NeuronDiffusionPipeline):
         return self.vae.decoder(latents)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsRequest(GenerationRequest):
+    strength: float
+
+
 class ExpertsPipeline(ToyPipeline):
-    """A video model with two experts."""
+    """A video model with two experts and a setting of its own."""
 
     spec: ClassVar[ModelSpec] = spec_of("video", *ToyPipeline.spec.components)
+
+    @classmethod
+    def request_rules(cls, od_config: Any, checkpoint: Any) -> RequestRules:
+        rules = super().request_rules(od_config, checkpoint)
+        setting = Setting("strength", 0.5, functools.partial(check_number, needed="a number"))
+        return dataclasses.replace(rules, settings=(setting,), request_class=ExpertsRequest)
 
     def load_components(self) -> None:
         super().load_components()
@@ -279,6 +295,7 @@ def test_a_video_of_two_experts() -> None:
     report = metadata["generation"]
     assert report["steps_per_expert"] == {"denoiser": 3, "second_denoiser": 1}
     assert report["guidance_per_expert"] == {"denoiser": 3.0, "second_denoiser": 1.0}
+    assert report["strength"] == 0.5
     assert (report["boundary"], report["model"], report["dtype"], report["seeds"]) == (600, "toy", "float32", [5, 6])
     assert {name: len(seconds) for name, seconds in report["step_seconds"].items()} == {
         "denoiser": 6,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from omni_neuron_parallel import AxisGroup
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 from vllm_omni_neuron.sdk import (
     ComponentKind,
@@ -20,11 +21,10 @@ from vllm_omni_neuron.sdk import (
     tokenize,
 )
 
-from .config import TextEncoderConfig, TransformerConfig, VaeConfig
 from .spec import SPEC
-from .text_encoder import TextEncoder, text_encoder_mapping
-from .transformer import TextKeysValues, Transformer, transformer_mapping
-from .vae import Vae, vae_mapping
+from .text_encoder import TEXT_ENCODER
+from .transformer import TRANSFORMER, TextKeysValues
+from .vae import VAE
 
 TextRows = tuple[torch.Tensor, torch.Tensor]
 
@@ -36,15 +36,18 @@ class AcmeToyVideoPipeline(NeuronDiffusionPipeline):
 
     @classmethod
     def check_engine(cls, od_config: OmniDiffusionConfig, checkpoint: DiffusersCheckpoint) -> None:
-        """Refuse a checkpoint without a component, and a TP size that does not divide the heads."""
+        """Refuse a checkpoint that lacks something or does not fit, and a TP size that does not divide the heads."""
         checkpoint.check_components("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
-        config = checkpoint.config("transformer", TransformerConfig)
-        check_tensor_parallel(od_config.parallel_config.tensor_parallel_size, config.num_heads)
+        heads = TRANSFORMER.config(checkpoint).num_heads
+        check_tensor_parallel(od_config.parallel_config.tensor_parallel_size, heads)
+        TRANSFORMER.check(checkpoint, context_group=AxisGroup("cp"))  # of one rank: there are no workers yet
+        TEXT_ENCODER.check(checkpoint)
+        VAE.check(checkpoint)
 
     @classmethod
     def request_rules(cls, od_config: OmniDiffusionConfig, checkpoint: DiffusersCheckpoint) -> RequestRules:
         """Defaults, and the sizes that patches and decoder allow."""
-        patch = checkpoint.config("transformer", TransformerConfig).patch
+        patch = TRANSFORMER.config(checkpoint).patch
         return RequestRules(
             height=32,
             width=48,
@@ -53,41 +56,27 @@ class AcmeToyVideoPipeline(NeuronDiffusionPipeline):
             num_inference_steps=8,
             guidance_scale=4.0,
             max_sequence_length=32,
-            spatial_stride=patch * checkpoint.config("vae", VaeConfig).stride,
+            spatial_stride=patch * VAE.config(checkpoint).stride,
             temporal_stride=1,
         )
 
     @classmethod
     def num_tokens(cls, request: GenerationRequest, checkpoint: DiffusersCheckpoint) -> int:
         """Patches of all frames."""
-        patch = checkpoint.config("transformer", TransformerConfig).patch
-        pixels = patch * checkpoint.config("vae", VaeConfig).stride
+        patch = TRANSFORMER.config(checkpoint).patch
+        pixels = patch * VAE.config(checkpoint).stride
         return request.num_frames * (request.height // pixels) * (request.width // pixels)
 
     def load_components(self) -> None:
         """Every rank has its shards of text encoder and DiT; the decoder is where it is used."""
-        checkpoint, where = self.checkpoint, {"dtype": self.dtype, "device": self.device}
-        self.tokenizer = checkpoint.tokenizer()
-        text_config = checkpoint.config("text_encoder", TextEncoderConfig)
-        self.text_encoder = checkpoint.load(
-            "text_encoder", lambda group: TextEncoder(text_config, group=group), text_encoder_mapping(), **where
+        self.tokenizer = self.checkpoint.tokenizer()
+        self.text_encoder = self.load_sharded(TEXT_ENCODER)
+        self.config = TRANSFORMER.config(self.checkpoint)
+        self.transformer = self.load_sharded(
+            TRANSFORMER, sequence_parallel=self.sequence_parallel, context_method=self.context_method
         )
-        self.config = checkpoint.config("transformer", TransformerConfig)
-        self.transformer = checkpoint.load(
-            "transformer",
-            lambda group: Transformer(
-                self.config,
-                group=group,
-                sequence_parallel=self.sequence_parallel,
-                context_method=self.context_method,
-            ),
-            transformer_mapping(self.config),
-            **where,
-        )
-        self.vae_config = checkpoint.config("vae", VaeConfig)
-        self.vae = None
-        if self.decodes:
-            self.vae = checkpoint.load("vae", lambda _: Vae(self.vae_config), vae_mapping(), **where)
+        self.vae_config = VAE.config(self.checkpoint)
+        self.vae = self.load_sharded(VAE) if self.decodes else None
 
     def encode_prompt(self, text: str, request: GenerationRequest) -> TextRows:
         """The encoded text `[1, L, text_width]` and which rows of it are text, bool `[1, L]`."""

@@ -13,7 +13,7 @@ from omni_neuron_parallel import (
     sinusoidal_embedding,
 )
 from torch import nn
-from vllm_omni_neuron.sdk import Mapping
+from vllm_omni_neuron.sdk import Mapping, ShardedComponent, with_biases
 
 from .config import TextEncoderConfig
 
@@ -40,8 +40,9 @@ class TextEncoder(nn.Module):
         return embedded + self.down(F.gelu(self.up(embedded)))
 
 
-def text_encoder_mapping() -> Mapping:
+def text_encoder_mapping(config: TextEncoderConfig) -> Mapping:
     """Parameter → key in `text_encoder/`."""
-    layers = ("up", "down")
-    named = {f"{layer}.{kind}": f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
-    return {"embedding.weight": "embedding.weight", **named}
+    return {"embedding.weight": "embedding.weight", **with_biases({"up": "up", "down": "down"})}
+
+
+TEXT_ENCODER = ShardedComponent("text_encoder", TextEncoderConfig, TextEncoder, text_encoder_mapping)

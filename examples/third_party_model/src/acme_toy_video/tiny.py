@@ -10,29 +10,25 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from omni_neuron_parallel import AxisGroup
 from safetensors.torch import save_file
-from torch import nn
-from vllm_omni_neuron.sdk import Mapping, ModelConfig, ascii_tokenizer, write_model_index
+from vllm_omni_neuron.sdk import ShardedComponent, ascii_tokenizer, write_model_index
 
-from .config import TextEncoderConfig, TransformerConfig, VaeConfig
 from .spec import SPEC
-from .text_encoder import TextEncoder, text_encoder_mapping
-from .transformer import Transformer, transformer_mapping
-from .vae import Vae, vae_mapping
+from .text_encoder import TEXT_ENCODER
+from .transformer import TRANSFORMER
+from .vae import VAE
 
 
 def make_tiny_checkpoint(folder: str | Path, seed: int = 0) -> Path:
     """Write a checkpoint to `folder`, which is made if missing; returns the folder."""
-    path, alone = Path(folder), AxisGroup("tp")
-    text, transformer, vae = TextEncoderConfig(), TransformerConfig(), VaeConfig()
-    generator = torch.Generator().manual_seed(seed)
-    _save(path / "text_encoder", text, TextEncoder(text, group=alone), text_encoder_mapping(), generator)
-    _save(path / "transformer", transformer, Transformer(transformer), transformer_mapping(transformer), generator)
-    _save(path / "vae", vae, Vae(vae), vae_mapping(), generator)
+    path, generator = Path(folder), torch.Generator().manual_seed(seed)
+    for component in (TEXT_ENCODER, TRANSFORMER, VAE):
+        _save(path / component.name, component, generator)
     ascii_tokenizer("t5").save_pretrained(path / "tokenizer")
     FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(path / "scheduler")
     write_model_index(
@@ -49,8 +45,10 @@ def make_tiny_checkpoint(folder: str | Path, seed: int = 0) -> Path:
     return path
 
 
-def _save(folder: Path, config: ModelConfig, module: nn.Module, mapping: Mapping, generator: torch.Generator) -> None:
-    """Random weights for every key that `mapping` names, of a size that keeps activations near 1."""
+def _save(folder: Path, component: ShardedComponent[Any, Any], generator: torch.Generator) -> None:
+    """Random weights for every key that the mapping names, of a size that keeps activations near 1."""
+    config = component.config_class()
+    module, mapping = component.make(config)(AxisGroup("tp")), component.mapping(config)
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in module.named_parameters():

@@ -24,7 +24,7 @@ from omni_neuron_parallel import (
     sinusoidal_embedding,
 )
 from torch import nn
-from vllm_omni_neuron.sdk import Mapping, prefixed
+from vllm_omni_neuron.sdk import Mapping, ShardedComponent, numbered, with_biases
 
 from .config import TransformerConfig
 
@@ -222,19 +222,26 @@ class Transformer(SplitTokens):
         return patches.permute(0, 4, 1, 2, 5, 3, 6).reshape(shape)
 
 
+_BLOCK: Mapping = {
+    "modulation": "modulation",
+    "attention.qkv": ["attention.to_q", "attention.to_k", "attention.to_v"],
+    "attention.text_k": "attention.text_k",
+    "attention.text_v": "attention.text_v",
+    "attention.out": "attention.out",
+    "up": "up",
+    "down": "down",
+}
+_GAINS: Mapping = {
+    "attention.norm_q.weight": "attention.norm_q.weight",
+    "attention.norm_k.weight": "attention.norm_k.weight",
+}
+
+
 def transformer_mapping(config: TransformerConfig) -> Mapping:
     """Parameter → key or keys in `transformer/`, where query, key and value are matrices of their own."""
-    kinds = ("weight", "bias")
-    mapping: Mapping = {
-        f"{layer}.{kind}": f"{layer}.{kind}"
-        for layer in ("patch_in", "time_in", "modulation_out", "patch_out")
-        for kind in kinds
-    }
-    block: Mapping = {f"attention.{norm}.weight": f"attention.{norm}.weight" for norm in ("norm_q", "norm_k")}
-    for kind in kinds:
-        block[f"attention.qkv.{kind}"] = [f"attention.{part}.{kind}" for part in ("to_q", "to_k", "to_v")]
-        for layer in ("modulation", "attention.text_k", "attention.text_v", "attention.out", "up", "down"):
-            block[f"{layer}.{kind}"] = f"{layer}.{kind}"
-    for index in range(config.num_layers):
-        mapping |= prefixed(block, f"blocks.{index}.", f"blocks.{index}.")
-    return mapping
+    layers: Mapping = {layer: layer for layer in ("patch_in", "time_in", "modulation_out", "patch_out")}
+    stack = ("blocks.", "blocks.", config.num_layers)
+    return with_biases(layers | numbered(_BLOCK, *stack)) | numbered(_GAINS, *stack)
+
+
+TRANSFORMER = ShardedComponent("transformer", TransformerConfig, Transformer, transformer_mapping)

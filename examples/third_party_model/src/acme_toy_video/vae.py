@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from omni_neuron_parallel import AxisGroup
 from torch import nn
-from vllm_omni_neuron.sdk import Mapping
+from vllm_omni_neuron.sdk import Mapping, ShardedComponent, with_biases
 
 from .config import VaeConfig
 
@@ -28,14 +29,21 @@ class Decoder(nn.Module):
 
 
 class Vae(nn.Module):
-    """What holds the decoder, which is compiled by itself; a model that takes images would have an `encoder`, too."""
+    """What holds the decoder, which is compiled by itself; a model that takes images would have an `encoder`, too.
 
-    def __init__(self, config: VaeConfig):
+    Args:
+        config: sizes.
+        group: the ranks that would share its weights; each that decodes has all of them.
+    """
+
+    def __init__(self, config: VaeConfig, *, group: AxisGroup | None = None):
         super().__init__()
         self.decoder = Decoder(config)
 
 
-def vae_mapping() -> Mapping:
+def vae_mapping(config: VaeConfig) -> Mapping:
     """Parameter → key in `vae/`."""
-    names = [f"decoder.{layer}.{kind}" for layer in ("conv_in", "conv_out") for kind in ("weight", "bias")]
-    return {name: name for name in names}
+    return with_biases({layer: layer for layer in ("decoder.conv_in", "decoder.conv_out")})
+
+
+VAE = ShardedComponent("vae", VaeConfig, Vae, vae_mapping)

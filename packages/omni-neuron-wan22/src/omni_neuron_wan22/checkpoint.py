@@ -30,7 +30,7 @@ from omni_neuron_wan22.row_mx import use_row_mx
 from omni_neuron_wan22.text_encoder import NeuronTextEncoderWrapper
 from omni_neuron_wan22.transformer import WanTransformer3DModel
 from omni_neuron_wan22.vae import NeuronAutoencoderKLWan
-from vllm_omni_neuron.sdk import DiffusersCheckpoint, check_tensors, load_tensors, make_on_meta
+from vllm_omni_neuron.sdk import DiffusersCheckpoint, ShardedComponent, check_tensors, load_tensors, make_on_meta
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,10 @@ SUPPORTED_PIPELINES: Mapping[str, tuple[Task, ...]] = {
     "WanPipeline": ("t2v", "ti2v"),
     "WanImageToVideoPipeline": ("i2v", "ti2v"),
 }
+
+_TEXT_ENCODER = ShardedComponent(
+    "text_encoder", UMT5Config, NeuronTextEncoderWrapper, text_encoder_mapping, UNUSED_TEXT_ENCODER_KEYS
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class WanCheckpoint(DiffusersCheckpoint):
     @cached_property
     def text_encoder_config(self) -> UMT5Config:
         """The encoder's sizes."""
-        return self.config("text_encoder", UMT5Config)
+        return _TEXT_ENCODER.config(self)
 
     @cached_property
     def vae_config(self) -> VaeConfig:
@@ -127,8 +131,8 @@ class WanCheckpoint(DiffusersCheckpoint):
                 self.check_weights(expert, _transformer(config), transformer_mapping(config), unused)
             else:
                 self._check_fp8_file(expert, _transformer(config))
-        text, vae, encoder = self.text_encoder_config, self.vae_config, self.encodes_images
-        self.check_weights("text_encoder", _text_encoder(text), text_encoder_mapping(text), UNUSED_TEXT_ENCODER_KEYS)
+        _TEXT_ENCODER.check(self)
+        vae, encoder = self.vae_config, self.encodes_images
         self.check_weights("vae", _vae(vae, encoder), vae_mapping(vae, encoder=encoder), _unused_vae_keys(encoder))
 
     def fp8_file(self, expert: Expert) -> ScaledFp8File:
@@ -249,16 +253,7 @@ def load_text_encoder(
     group: AxisGroup | None = None,
 ) -> NeuronTextEncoderWrapper:
     """The UMT5 encoder, this rank's shards only."""
-    config = checkpoint.text_encoder_config
-    return checkpoint.load(
-        "text_encoder",
-        _text_encoder(config),
-        text_encoder_mapping(config),
-        dtype=dtype,
-        device=device,
-        group=group,
-        unused=UNUSED_TEXT_ENCODER_KEYS,
-    )
+    return _TEXT_ENCODER.load(checkpoint, dtype=dtype, device=device, group=group)
 
 
 def load_vae(
@@ -287,10 +282,6 @@ def _transformer(
 
 def _vae(config: VaeConfig, encoder: bool) -> Callable[[AxisGroup], NeuronAutoencoderKLWan]:
     return lambda group: NeuronAutoencoderKLWan(config, encoder=encoder)
-
-
-def _text_encoder(config: UMT5Config) -> Callable[[AxisGroup], NeuronTextEncoderWrapper]:
-    return lambda group: NeuronTextEncoderWrapper(config, group=group)
 
 
 def _unused_vae_keys(encoder: bool) -> tuple[str, ...]:

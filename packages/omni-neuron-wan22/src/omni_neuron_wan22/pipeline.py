@@ -215,7 +215,7 @@ class NeuronWanPipeline(WanHooks, NeuronDiffusionPipeline):
         return self.lora_manager
 
     def report(self, request: GenerationRequest, trajectory: Trajectory) -> dict[str, Any]:
-        """Guidance by expert and the schedule; image, cache, adapter and FP8 weights where there are any."""
+        """Guidance by expert; image, cache, adapter and FP8 weights where there are any."""
         optional = {
             "image": None if trajectory.condition is None else trajectory.condition.report,
             "cache": None if self.block_cache is None else self.block_cache.report(),
@@ -225,9 +225,6 @@ class NeuronWanPipeline(WanHooks, NeuronDiffusionPipeline):
         return {
             **{name: value for name, value in optional.items() if value is not None},
             "guidance_per_expert": {"transformer": request.guidance_scale, "transformer_2": request.guidance_scale_2},
-            "boundary_ratio": request.boundary_ratio,
-            "flow_shift": request.flow_shift,
-            "sample_solver": request.sample_solver,
         }
 
 

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from omni_neuron_parallel import Topology
-    from vllm_omni_neuron.sdk import ModelSpec
+    from vllm_omni_neuron.sdk import ModelConfig, ModelSpec, ShardedComponent
+
+ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,28 @@ class Published(NamedTuple):
     mapping: Mapping[str, str | list[str]]
     shapes: Mapping[str, Sequence[int]]
     unused: Sequence[str] = ()
+
+    @classmethod
+    def of(
+        cls,
+        component: ShardedComponent[ConfigT, Any],
+        reference: Callable[[], nn.Module],
+        config: ConfigT | None = None,
+    ) -> Published:
+        """What the SDK's declaration of a component makes of the published sizes.
+
+        Args:
+            component: the declaration.
+            reference: makes the module whose state dict has the published keys and shapes; called on the meta device.
+            config: the published one; None for the configuration's defaults.
+        """
+        import torch
+
+        config = config or component.config_class()
+        with torch.device("meta"):
+            module = component.module_class(config)
+            shapes = {key: tuple(value.shape) for key, value in reference().state_dict().items()}
+        return cls(module, component.mapping(config), shapes, component.unused)
 
 
 def diffusers_reference(

@@ -13,7 +13,15 @@ import torch
 from omni_neuron_testkit.pass_rule import FLOAT32_ALLOWANCE, compare_three_way
 
 from . import coverage, engine, ranks, refusals
-from .case import STANDARD_LAYOUTS, KitRequest, Layout, Published, ReferenceRun, supported
+from .case import (
+    STANDARD_LAYOUTS,
+    KitRequest,
+    Layout,
+    Published,
+    ReferenceRun,
+    diffusers_reference,
+    supported,
+)
 from .kit import ONE, Kit, first_run
 from .ranks import load
 
@@ -24,13 +32,14 @@ Latents = torch.Tensor | ReferenceRun
 class ModelConformance:
     """The conformance kit for one model: subclass it in a test file, as `class TestMyModel(ModelConformance)`.
 
-    `spec`, `pipeline`, `checkpoint` and `reference` must be given, `published` too unless it is in `not_supported`. A
-    test that can neither run nor is declared as not supported fails. Every figure and reason is in the report
-    (`pytest --conformance-report FOLDER`).
+    `spec`, `pipeline`, `checkpoint` and `reference_pipeline` or `reference` must be given, `published` too unless it is
+    in `not_supported`. A test that can neither run nor is declared as not supported fails. Every figure and reason is
+    in the report (`pytest --conformance-report FOLDER`).
 
     Attributes:
         spec: the `ModelSpec`, or "module:NAME" of it.
         pipeline: the pipeline class, or "module:Class"; a module that a spawned process can import.
+        reference_pipeline: the class of diffusers that makes the reference; "" where `reference` is replaced.
         request: small, with a few late steps; the defaults suit an image model with strides of 32 pixels or less.
         layouts: what is compared with one rank; None for `STANDARD_LAYOUTS`, as far as the spec has their axes.
         engine: further settings of vLLM-Omni's engine, such as {"flow_shift": 5.0}.
@@ -50,6 +59,7 @@ class ModelConformance:
 
     spec: ClassVar[Any]
     pipeline: ClassVar[Any]
+    reference_pipeline: ClassVar[str] = ""
     request: ClassVar[KitRequest] = KitRequest()
     layouts: ClassVar[Sequence[Layout] | None] = None
     engine: ClassVar[Mapping[str, Any]] = {}
@@ -69,16 +79,25 @@ class ModelConformance:
         """Write the tiny checkpoint, in diffusers' layout with random weights; returns its folder."""
         raise NotImplementedError("the suite needs `checkpoint(folder)`, which writes a tiny checkpoint")
 
-    @staticmethod
-    def reference(folder: Path, request: KitRequest, dtype: torch.dtype) -> Latents:
-        """The final latents of `request` by other code, from the same checkpoint; see `diffusers_reference`.
+    @classmethod
+    def reference(cls, folder: Path, request: KitRequest, dtype: torch.dtype) -> Latents:
+        """The final latents of `request` by other code, from the same checkpoint: by default `reference_pipeline`'s.
+
+        A static method in its place, for a reference of another kind, may return those after each step and the output,
+        too; see `diffusers_reference`.
 
         Args:
             folder: of the checkpoint.
             request: the suite's own.
             dtype: float32, or bfloat16 for the three-way comparison.
         """
-        raise NotImplementedError("the suite needs `reference(folder, request, dtype)`, which returns final latents")
+        if not cls.reference_pipeline:
+            raise NotImplementedError(
+                "the suite needs `reference_pipeline`, or `reference(folder, request, dtype)`, which returns latents"
+            )
+        import diffusers
+
+        return diffusers_reference(getattr(diffusers, cls.reference_pipeline), folder, request, dtype)
 
     @staticmethod
     def published() -> Mapping[str, Published]:

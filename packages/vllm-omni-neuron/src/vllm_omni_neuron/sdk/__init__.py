@@ -43,7 +43,9 @@ if TYPE_CHECKING:
         Coverage,
         Mapping,
         mapping_coverage,
+        numbered,
         prefixed,
+        with_biases,
     )
     from vllm_omni_neuron.sdk.pipeline import (
         NeuronDiffusionPipeline,
@@ -76,6 +78,9 @@ if TYPE_CHECKING:
     )
     from vllm_omni_neuron.sdk.schedules import (
         flow_match_timesteps,
+    )
+    from vllm_omni_neuron.sdk.sharded import (
+        ShardedComponent,
     )
     from vllm_omni_neuron.sdk.spec import (
         FEATURES,
@@ -148,7 +153,9 @@ _HOMES = {
         "Coverage",
         "Mapping",
         "mapping_coverage",
+        "numbered",
         "prefixed",
+        "with_biases",
     ],
     "pipeline": [
         "NeuronDiffusionPipeline",
@@ -180,6 +187,7 @@ _HOMES = {
         "merge_profiles",
     ],
     "schedules": ["flow_match_timesteps"],
+    "sharded": ["ShardedComponent"],
     "spec": [
         "FEATURES",
         "SDK_VERSION",
@@ -249,6 +257,7 @@ __all__ = [
     "RequestError",
     "RequestRules",
     "Setting",
+    "ShardedComponent",
     "SpecAxis",
     "SpecError",
     "StageClock",
@@ -275,6 +284,7 @@ __all__ = [
     "media_of",
     "merge_profiles",
     "model_spec",
+    "numbered",
     "on_output_rank",
     "perturb_constants",
     "pixels",
@@ -286,6 +296,7 @@ __all__ = [
     "save_components",
     "tokenize",
     "topology_of",
+    "with_biases",
     "write_model_index",
 ]
 

@@ -19,14 +19,19 @@ class EngineHooks:
     The generic checks of `check_engine_config` and `resolve_request` run before the hooks. An argument `od_config` is
     vLLM-Omni's `OmniDiffusionConfig`, `checkpoint` what `open_checkpoint` returned, `request` what `resolve_request`
     made by the model's rules.
+
+    Attributes:
+        spec: the model's.
+        checkpoint_class: what a checkpoint folder is opened as: a `DiffusersCheckpoint` or the model's subclass.
     """
 
     spec: ClassVar[ModelSpec]
+    checkpoint_class: ClassVar[type[DiffusersCheckpoint]] = DiffusersCheckpoint
 
     @classmethod
     def open_checkpoint(cls, od_config: Any) -> Any:
-        """The checkpoint folder, unread; a `DiffusersCheckpoint` or the model's subclass."""
-        return DiffusersCheckpoint(Path(str(od_config.model)))
+        """The checkpoint folder, unread, as `checkpoint_class`."""
+        return cls.checkpoint_class(Path(str(od_config.model)))
 
     @classmethod
     def check_engine(cls, od_config: Any, checkpoint: Any) -> None:

@@ -26,6 +26,24 @@ def prefixed(mapping: Mapping, ours: str, theirs: str) -> Mapping:
     }
 
 
+def numbered(mapping: Mapping, ours: str, theirs: str, count: int) -> Mapping:
+    """`mapping` for each block of a stack: `blocks.` and `transformer_blocks.` for `blocks.0.`, `blocks.1.`, …"""
+    blocks: Mapping = {}
+    for index in range(count):
+        blocks |= prefixed(mapping, f"{ours}{index}.", f"{theirs}{index}.")
+    return blocks
+
+
+def with_biases(layers: Mapping) -> Mapping:
+    """The weight and the bias of each layer, where `layers` has the layers' names on both sides."""
+    mapping: Mapping = {}
+    for ours, theirs in layers.items():
+        for kind in ("weight", "bias"):
+            keys = f"{theirs}.{kind}" if isinstance(theirs, str) else [f"{key}.{kind}" for key in theirs]
+            mapping[f"{ours}.{kind}"] = keys
+    return mapping
+
+
 def keys_of(sources: str | list[str]) -> list[str]:
     """What a mapping has for one parameter, as a list."""
     return [sources] if isinstance(sources, str) else sources

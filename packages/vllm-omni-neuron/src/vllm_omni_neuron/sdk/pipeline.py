@@ -8,7 +8,7 @@ import logging
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -25,12 +25,16 @@ from vllm_omni_neuron.offload import weights_on_host
 from vllm_omni_neuron.sdk.denoising import Denoising, Trajectory
 from vllm_omni_neuron.sdk.engine_hooks import EngineHooks
 from vllm_omni_neuron.sdk.request import GenerationRequest, resolve_request
+from vllm_omni_neuron.sdk.sharded import ShardedComponent
 from vllm_omni_neuron.sdk.spec import ComponentKind
 from vllm_omni_neuron.sdk.stage_clock import StageClock
+from vllm_omni_neuron.sdk.unsharded import load_transformers
 from vllm_omni_neuron.sdk.vae import DiffusersVae, load_diffusers_vae
 from vllm_omni_neuron.settings import model_settings
 
 logger = logging.getLogger(__name__)
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsComponentDiscovery):
@@ -118,7 +122,7 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
         """
 
     def report(self, request: Any, trajectory: Trajectory) -> dict[str, Any]:
-        """What the model adds to a generation's report, or says otherwise than the base."""
+        """What the model adds to a generation's report, or says otherwise than the base, which has its settings."""
         return {}
 
     def extra_compiled(self) -> Iterator[tuple[str, Any, str, ComponentKind]]:
@@ -157,6 +161,17 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
         if self.od_config.vae_use_tiling:
             vae.enable_tiling()
         return vae
+
+    def load_sharded(self, component: ShardedComponent[Any, ModuleT], **options: Any) -> ModuleT:
+        """This rank's shards of `component` on this rank's device; `options` are those of its module class."""
+        return component.load(self.checkpoint, dtype=self.dtype, device=self.device, **options)
+
+    def load_on_output_rank(self, name: str) -> nn.Module | None:
+        """The component `name` of transformers, whole, on the host of the output rank; None elsewhere.
+
+        `on_output_rank` calls it for all ranks.
+        """
+        return load_transformers(self.checkpoint, name, dtype=self.dtype) if self.is_output_rank else None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """The names of all parameters, for vLLM-Omni's completeness check; `load_components` has loaded them.
@@ -326,6 +341,7 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
             "vae_tiling": self.od_config.vae_use_tiling or topology.vae_patch > 1,
             "seconds": {name: round(value, 4) for name, value in self.clock.seconds.items()},
             "step_seconds": {name: [round(value, 4) for value in steps] for name, steps in self.clock.steps.items()},
+            **{setting.name: getattr(request, setting.name) for setting in self.rules.settings},
             **self.report(request, trajectory),
         }
 
