@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from omni_neuron_parallel import ContextMethod, Topology, destroy_parallel, initialize_parallel
-from omni_neuron_zimage.config import ZImageConfig
-from omni_neuron_zimage.mapping import transformer_mapping
+from omni_neuron_zimage.mapping import TRANSFORMER
 from omni_neuron_zimage.transformer import ZImageTransformer2DModel
 from vllm_omni_neuron.sdk import DiffusersCheckpoint
 
@@ -26,16 +25,7 @@ def inputs(text_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def load(path: str, *, sequence_parallel: bool = False, method: ContextMethod = "auto") -> ZImageTransformer2DModel:
     checkpoint = DiffusersCheckpoint(Path(path))
-    config = checkpoint.config("transformer", ZImageConfig)
-    return checkpoint.load(
-        "transformer",
-        lambda group: ZImageTransformer2DModel(
-            config, group=group, sequence_parallel=sequence_parallel, context_method=method
-        ),
-        transformer_mapping(config),
-        dtype=torch.float32,
-        device="cpu",
-    )
+    return TRANSFORMER.load(checkpoint, dtype=torch.float32, sequence_parallel=sequence_parallel, context_method=method)
 
 
 @torch.no_grad()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint keys (diffusers' names) each parameter of ours is made of."""
+"""Which checkpoint keys (diffusers' names) each parameter of ours is made of, and the transformer made of them."""
 
 from __future__ import annotations
 
 from omni_neuron_zimage.config import ZImageConfig
-from vllm_omni_neuron.sdk import Mapping, prefixed
+from omni_neuron_zimage.transformer import ZImageTransformer2DModel
+from vllm_omni_neuron.sdk import Mapping, ShardedComponent, numbered, with_biases
 
 _BLOCK: Mapping = {
     "attention.qkv.weight": ["attention.to_q.weight", "attention.to_k.weight", "attention.to_v.weight"],
@@ -19,48 +20,33 @@ _BLOCK: Mapping = {
     "ffn_norm1.weight": "ffn_norm1.weight",
     "ffn_norm2.weight": "ffn_norm2.weight",
 }
-_MODULATION: Mapping = {
-    "modulation.weight": "adaLN_modulation.0.weight",
-    "modulation.bias": "adaLN_modulation.0.bias",
-}
-_TIMESTEP: Mapping = {
-    "linear_1.weight": "mlp.0.weight",
-    "linear_1.bias": "mlp.0.bias",
-    "linear_2.weight": "mlp.2.weight",
-    "linear_2.bias": "mlp.2.bias",
-}
+_MODULATED_BLOCK: Mapping = _BLOCK | with_biases({"modulation": "adaLN_modulation.0"})
 _CAPTION: Mapping = {
     "caption_norm.weight": "cap_embedder.0.weight",
-    "caption_embedder.weight": "cap_embedder.1.weight",
-    "caption_embedder.bias": "cap_embedder.1.bias",
     "caption_pad": "cap_pad_token",
     "image_pad": "x_pad_token",
-}
-_OUTPUT: Mapping = {
-    "linear.weight": "linear.weight",
-    "linear.bias": "linear.bias",
-    "modulation.weight": "adaLN_modulation.1.weight",
-    "modulation.bias": "adaLN_modulation.1.bias",
 }
 
 
 def transformer_mapping(config: ZImageConfig) -> Mapping:
     """Parameter of `ZImageTransformer2DModel` → key or keys in `transformer/`."""
     patch = f"{config.patch_size}-1"  # of an image and of a frame: diffusers keeps embeddings of several
-    mapping: Mapping = {
-        "image_embedder.weight": f"all_x_embedder.{patch}.weight",
-        "image_embedder.bias": f"all_x_embedder.{patch}.bias",
-        **_CAPTION,
-        **prefixed(_TIMESTEP, "timestep_embedder.", "t_embedder."),
-        **prefixed(_OUTPUT, "output.", f"all_final_layer.{patch}."),
+    layers: Mapping = {
+        "image_embedder": f"all_x_embedder.{patch}",
+        "caption_embedder": "cap_embedder.1",
+        "timestep_embedder.linear_1": "t_embedder.mlp.0",
+        "timestep_embedder.linear_2": "t_embedder.mlp.2",
+        "output.linear": f"all_final_layer.{patch}.linear",
+        "output.modulation": f"all_final_layer.{patch}.adaLN_modulation.1",
     }
-    modulated = _BLOCK | _MODULATION
-    stacks = [
-        ("noise_refiner", modulated, config.n_refiner_layers),
-        ("context_refiner", _BLOCK, config.n_refiner_layers),
-        ("layers", modulated, config.n_layers),
-    ]
-    for stack, block, count in stacks:
-        for index in range(count):
-            mapping |= prefixed(block, f"{stack}.{index}.", f"{stack}.{index}.")
+    mapping = _CAPTION | with_biases(layers)
+    for stack, block, count in (
+        ("noise_refiner.", _MODULATED_BLOCK, config.n_refiner_layers),
+        ("context_refiner.", _BLOCK, config.n_refiner_layers),
+        ("layers.", _MODULATED_BLOCK, config.n_layers),
+    ):
+        mapping |= numbered(block, stack, stack, count)
     return mapping
+
+
+TRANSFORMER = ShardedComponent("transformer", ZImageConfig, ZImageTransformer2DModel, transformer_mapping)

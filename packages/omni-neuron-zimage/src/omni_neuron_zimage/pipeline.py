@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 
 from omni_neuron_parallel import AxisGroup
-from omni_neuron_zimage.config import ZImageConfig, padded_length
-from omni_neuron_zimage.mapping import transformer_mapping
+from omni_neuron_zimage.config import padded_length
+from omni_neuron_zimage.mapping import TRANSFORMER
 from omni_neuron_zimage.spec import SPEC
-from omni_neuron_zimage.transformer import Caption, ZImageTransformer2DModel
+from omni_neuron_zimage.transformer import Caption
 from vllm_omni_neuron.sdk import (
     ComponentKind,
     DiffusersCheckpoint,
@@ -29,7 +29,6 @@ from vllm_omni_neuron.sdk import (
     Trajectory,
     check_number,
     flow_match_timesteps,
-    load_transformers,
     on_output_rank,
     tokenize,
 )
@@ -66,13 +65,8 @@ class NeuronZImagePipeline(NeuronDiffusionPipeline):
         """Refuse a checkpoint that does not fit, and a TP size that does not divide the heads."""
         checkpoint.check_components("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
         flow_match_timesteps(checkpoint.scheduler(), 1, tokens=1)  # refuses another scheduler
-        config = checkpoint.config("transformer", ZImageConfig)
-        config.check_tensor_parallel(od_config.parallel_config.tensor_parallel_size)
-
-        def make(group: AxisGroup) -> ZImageTransformer2DModel:
-            return ZImageTransformer2DModel(config, group=group, context_group=AxisGroup("cp"))
-
-        checkpoint.check_weights("transformer", make, transformer_mapping(config))
+        TRANSFORMER.config(checkpoint).check_tensor_parallel(od_config.parallel_config.tensor_parallel_size)
+        TRANSFORMER.check(checkpoint, context_group=AxisGroup("cp"))
 
     @classmethod
     def request_rules(cls, od_config: OmniDiffusionConfig, checkpoint: DiffusersCheckpoint) -> RequestRules:
@@ -96,7 +90,7 @@ class NeuronZImagePipeline(NeuronDiffusionPipeline):
         cls, request: ZImageRequest, checkpoint: DiffusersCheckpoint, od_config: OmniDiffusionConfig
     ) -> None:
         """Refuse an image or a caption that is longer than the model's rotary positions."""
-        config, stride = checkpoint.config("transformer", ZImageConfig), _token_pixels(checkpoint)
+        config, stride = TRANSFORMER.config(checkpoint), _token_pixels(checkpoint)
         for name, tokens, positions in zip(
             ("height", "width"), _grid(request, checkpoint), config.axes_lens[1:], strict=True
         ):
@@ -115,23 +109,11 @@ class NeuronZImagePipeline(NeuronDiffusionPipeline):
 
     def load_components(self) -> None:
         """Every rank has its shards of the transformer; encoder and VAE are where they are used."""
-        checkpoint = self.checkpoint
-        self.tokenizer = checkpoint.tokenizer()
-        self.text_encoder = None
-        if self.is_output_rank:
-            self.text_encoder = load_transformers(checkpoint, "text_encoder", dtype=self.dtype)
-        self.config = checkpoint.config("transformer", ZImageConfig)
-        self.transformer = checkpoint.load(
-            "transformer",
-            lambda group: ZImageTransformer2DModel(
-                self.config,
-                group=group,
-                sequence_parallel=self.sequence_parallel,
-                context_method=self.context_method,
-            ),
-            transformer_mapping(self.config),
-            dtype=self.dtype,
-            device=self.device,
+        self.tokenizer = self.checkpoint.tokenizer()
+        self.text_encoder = self.load_on_output_rank("text_encoder")
+        self.config = TRANSFORMER.config(self.checkpoint)
+        self.transformer = self.load_sharded(
+            TRANSFORMER, sequence_parallel=self.sequence_parallel, context_method=self.context_method
         )
         self.vae = self.load_vae()
 
@@ -200,15 +182,11 @@ class NeuronZImagePipeline(NeuronDiffusionPipeline):
         """The scheduler's velocity points to the noise, the transformer's to the image."""
         return -prediction
 
-    def report(self, request: ZImageRequest, trajectory: Trajectory) -> dict[str, Any]:
-        """The settings of this model's own."""
-        return {"cfg_normalization": request.cfg_normalization, "cfg_truncation": request.cfg_truncation}
-
 
 def _token_pixels(checkpoint: DiffusersCheckpoint) -> int:
     """Pixels of one token, in height and in width: of the VAE's resampling blocks and of the patch."""
     blocks = len(checkpoint.raw_config("vae")["block_out_channels"])
-    return 2 ** (blocks - 1) * checkpoint.config("transformer", ZImageConfig).patch_size
+    return 2 ** (blocks - 1) * TRANSFORMER.config(checkpoint).patch_size
 
 
 def _grid(request: ZImageRequest, checkpoint: DiffusersCheckpoint) -> tuple[int, int]:
