@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from omni_neuron_hunyuan_video15.checkpoint import HunyuanVideo15Checkpoint
+from omni_neuron_hunyuan_video15.checkpoint import TRANSFORMER
 from omni_neuron_parallel import AxisGroup, Topology, destroy_parallel, initialize_parallel
+from vllm_omni_neuron.sdk import DiffusersCheckpoint
 
 # 3·5·6 = 90 video tokens, which 4 ranks do not share evenly, nor two the shards of 4.
 LATENT_SHAPE = (1, 9, 3, 5, 6)
@@ -40,8 +41,7 @@ def forward(path: str, with_glyphs: bool, topology: Topology | None = None, **op
     if topology is not None:
         initialize_parallel(topology)
     try:
-        checkpoint = HunyuanVideo15Checkpoint(Path(path))
-        model = checkpoint.load_transformer(dtype=torch.float32, device="cpu", **alone, **options)
+        model = TRANSFORMER.load(DiffusersCheckpoint(Path(path)), dtype=torch.float32, **alone, **options)
         with torch.no_grad():
             return model(**inputs(with_glyphs)).sample
     finally:

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from omni_neuron_hunyuan_video15.config import HunyuanVideo15Config
-from omni_neuron_hunyuan_video15.mapping import UNUSED_TRANSFORMER_KEYS, transformer_mapping
+from omni_neuron_hunyuan_video15.checkpoint import TRANSFORMER
 from omni_neuron_hunyuan_video15.tiny import make_tiny_checkpoint
-from omni_neuron_hunyuan_video15.transformer import HunyuanVideo15Transformer
-from omni_neuron_testkit.conformance import KitRequest, ModelConformance, Published, ReferenceRun, diffusers_reference
+from omni_neuron_testkit.conformance import KitRequest, ModelConformance, Published
 
 
 class TestHunyuanVideo15(ModelConformance):
     spec = "omni_neuron_hunyuan_video15.spec:SPEC"
     pipeline = "omni_neuron_hunyuan_video15.pipeline:NeuronHunyuanVideo15Pipeline"
+    reference_pipeline = "HunyuanVideo15Pipeline"
     # The tiny tokenizer makes a token of each character; diffusers pads to 1000, which must not matter.
     request = KitRequest(prompt='A sign that says "OPEN".', num_frames=9, more={"max_sequence_length": 600})
     real_size = (720, 1280, 121)
@@ -27,19 +24,8 @@ class TestHunyuanVideo15(ModelConformance):
         return make_tiny_checkpoint(folder)
 
     @staticmethod
-    def reference(folder: Path, request: KitRequest, dtype: torch.dtype) -> ReferenceRun:
-        """The latents after each step."""
-        from diffusers import HunyuanVideo15Pipeline
-
-        return diffusers_reference(HunyuanVideo15Pipeline, folder, request, dtype)
-
-    @staticmethod
     def published() -> dict[str, Published]:
         """The DiT of the text-to-video checkpoints; its keys and shapes are those of diffusers' class."""
         from diffusers import HunyuanVideo15Transformer3DModel
 
-        config = HunyuanVideo15Config()
-        with torch.device("meta"):
-            module = HunyuanVideo15Transformer(config)
-            shapes = {key: tuple(value.shape) for key, value in HunyuanVideo15Transformer3DModel().state_dict().items()}
-        return {"transformer": Published(module, transformer_mapping(config), shapes, UNUSED_TRANSFORMER_KEYS)}
+        return {"transformer": Published.of(TRANSFORMER, HunyuanVideo15Transformer3DModel)}

@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import torch
 
 from omni_neuron_hunyuan_video15.config import GuiderConfig, HunyuanVideo15Config, VaeConfig
 from omni_neuron_hunyuan_video15.mapping import UNUSED_TRANSFORMER_KEYS, transformer_mapping
 from omni_neuron_hunyuan_video15.transformer import HunyuanVideo15Transformer
 from omni_neuron_parallel import AxisGroup
-from vllm_omni_neuron.sdk import DiffusersCheckpoint, ModelConfigError
+from vllm_omni_neuron.sdk import DiffusersCheckpoint, ModelConfigError, ShardedComponent
 
 COMPONENTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler", "guider")
+TRANSFORMER = ShardedComponent(
+    "transformer", HunyuanVideo15Config, HunyuanVideo15Transformer, transformer_mapping, UNUSED_TRANSFORMER_KEYS
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class HunyuanVideo15Checkpoint(DiffusersCheckpoint):
     @cached_property
     def transformer_config(self) -> HunyuanVideo15Config:
         """Of the DiT."""
-        return self.config("transformer", HunyuanVideo15Config)
+        return TRANSFORMER.config(self)
 
     @cached_property
     def vae_config(self) -> VaeConfig:
@@ -51,16 +50,4 @@ class HunyuanVideo15Checkpoint(DiffusersCheckpoint):
             raise ModelConfigError(
                 f"transformer: out_channels = {channels}, but the VAE has latent_channels = {latents}"
             )
-        make, mapping = self._make(context_group=AxisGroup("cp")), transformer_mapping(self.transformer_config)
-        self.check_weights("transformer", make, mapping, UNUSED_TRANSFORMER_KEYS)
-
-    def load_transformer(
-        self, *, dtype: torch.dtype, device: torch.device | str, group: AxisGroup | None = None, **options: Any
-    ) -> HunyuanVideo15Transformer:
-        """The DiT, this rank's shards only; `options` are those of `HunyuanVideo15Transformer`."""
-        make, mapping = self._make(**options), transformer_mapping(self.transformer_config)
-        unused = UNUSED_TRANSFORMER_KEYS
-        return self.load("transformer", make, mapping, dtype=dtype, device=device, group=group, unused=unused)
-
-    def _make(self, **options: Any) -> Callable[[AxisGroup], HunyuanVideo15Transformer]:
-        return lambda group: HunyuanVideo15Transformer(self.transformer_config, group=group, **options)
+        TRANSFORMER.check(self, context_group=AxisGroup("cp"))

@@ -8,7 +8,7 @@ diffusers' own state dict for the published configuration.
 from __future__ import annotations
 
 from omni_neuron_hunyuan_video15.config import HunyuanVideo15Config
-from vllm_omni_neuron.sdk import Mapping, prefixed
+from vllm_omni_neuron.sdk import Mapping, numbered, prefixed, with_biases
 
 # ours: theirs, for layers that have a weight and a bias; the lists are concatenated in this order.
 _BLOCK: Mapping = {
@@ -38,19 +38,14 @@ _REFINER_BLOCK: Mapping = {
     "down": "ff.net.2",
     "gates": "norm_out.linear",
 }
-_SHARED: Mapping = {
+_LAYERS: Mapping = {
     "latent_embedding": "x_embedder.proj",
     "token_refiner.proj_in": "context_embedder.proj_in",
     "modulation_out": "norm_out.linear",
     "proj_out": "proj_out",
 }
-# Of two linear layers each, linear_1 and linear_2.
-_EMBEDDERS = {
-    "time_embedder": "time_embed.timestep_embedder",
-    "token_refiner.time_embedder": "context_embedder.time_text_embed.timestep_embedder",
-    "token_refiner.text_embedder": "context_embedder.time_text_embed.text_embedder",
-}
-_GLYPH_LAYERS = ("norm", "linear_1", "linear_2", "linear_3")
+_EMBEDDER: Mapping = {"linear_1": "linear_1", "linear_2": "linear_2"}
+_GLYPHS: Mapping = {"norm": "norm", "linear_3": "linear_3", **_EMBEDDER}
 
 # Of image-to-video: text-to-video masks an image's tokens.
 UNUSED_TRANSFORMER_KEYS = ("image_embedder.",)
@@ -58,26 +53,15 @@ UNUSED_TRANSFORMER_KEYS = ("image_embedder.",)
 
 def transformer_mapping(config: HunyuanVideo15Config) -> Mapping:
     """Parameter of `HunyuanVideo15Transformer` → key or keys in `transformer/`."""
-    layers = dict(_SHARED)
-    for ours, theirs in _EMBEDDERS.items():
-        layers |= {f"{ours}.{layer}": f"{theirs}.{layer}" for layer in ("linear_1", "linear_2")}
-    layers |= {f"glyph_projection.{layer}": f"context_embedder_2.{layer}" for layer in _GLYPH_LAYERS}
-    for index in range(config.num_refiner_layers):
-        theirs = f"context_embedder.token_refiner.refiner_blocks.{index}."
-        layers |= prefixed(_REFINER_BLOCK, f"token_refiner.blocks.{index}.", theirs)
-    mapping: Mapping = {"token_kinds.weight": "cond_type_embed.weight"}
-    for index in range(config.num_layers):
-        places = f"blocks.{index}.", f"transformer_blocks.{index}."
-        layers |= prefixed(_BLOCK, *places)
-        mapping |= prefixed(_BLOCK_GAINS, *places)
-    return mapping | _with_biases(layers)
-
-
-def _with_biases(layers: Mapping) -> Mapping:
-    """The two parameters of each layer."""
-    mapping: Mapping = {}
-    for ours, theirs in layers.items():
-        for kind in ("weight", "bias"):
-            keys = f"{theirs}.{kind}" if isinstance(theirs, str) else [f"{key}.{kind}" for key in theirs]
-            mapping[f"{ours}.{kind}"] = keys
-    return mapping
+    refiner, blocks = config.num_refiner_layers, ("blocks.", "transformer_blocks.", config.num_layers)
+    layers = {
+        **_LAYERS,
+        **prefixed(_EMBEDDER, "time_embedder.", "time_embed.timestep_embedder."),
+        **prefixed(_EMBEDDER, "token_refiner.time_embedder.", "context_embedder.time_text_embed.timestep_embedder."),
+        **prefixed(_EMBEDDER, "token_refiner.text_embedder.", "context_embedder.time_text_embed.text_embedder."),
+        **prefixed(_GLYPHS, "glyph_projection.", "context_embedder_2."),
+        **numbered(_REFINER_BLOCK, "token_refiner.blocks.", "context_embedder.token_refiner.refiner_blocks.", refiner),
+        **numbered(_BLOCK, *blocks),
+    }
+    gains = numbered(_BLOCK_GAINS, *blocks)
+    return {"token_kinds.weight": "cond_type_embed.weight", **gains, **with_biases(layers)}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 
-from omni_neuron_hunyuan_video15.checkpoint import HunyuanVideo15Checkpoint
+from omni_neuron_hunyuan_video15.checkpoint import TRANSFORMER, HunyuanVideo15Checkpoint
 from omni_neuron_hunyuan_video15.config import MAX_POSITIONS
 from omni_neuron_hunyuan_video15.spec import SPEC
 from omni_neuron_hunyuan_video15.text import MAX_TEXT_LENGTH, encode_glyphs, encode_text
@@ -27,7 +27,6 @@ from vllm_omni_neuron.sdk import (
     Trajectory,
     check_number,
     check_tensor_parallel,
-    load_transformers,
     on_output_rank,
 )
 
@@ -49,12 +48,8 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
     """HunyuanVideo-1.5 text-to-video; see `NeuronDiffusionPipeline`."""
 
     spec = SPEC
+    checkpoint_class = HunyuanVideo15Checkpoint
     checkpoint: HunyuanVideo15Checkpoint
-
-    @classmethod
-    def open_checkpoint(cls, od_config: Any) -> HunyuanVideo15Checkpoint:
-        """See the base class."""
-        return HunyuanVideo15Checkpoint(super().open_checkpoint(od_config).path)
 
     @classmethod
     def check_engine(cls, od_config: Any, checkpoint: Any) -> None:
@@ -109,17 +104,10 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
 
     def load_components(self) -> None:
         """See the base class."""
-        checkpoint, dtype = self.checkpoint, self.dtype
-        self.tokenizer, self.tokenizer_2 = (checkpoint.tokenizer(name) for name in ("tokenizer", "tokenizer_2"))
-        self.text_encoder = self.text_encoder_2 = None
-        if self.is_output_rank:
-            self.text_encoder = load_transformers(checkpoint, "text_encoder", dtype=dtype)
-            self.text_encoder_2 = load_transformers(checkpoint, "text_encoder_2", dtype=dtype)
-        self.transformer = checkpoint.load_transformer(
-            dtype=dtype,
-            device=self.device,
-            sequence_parallel=self.sequence_parallel,
-            context_method=self.context_method,
+        self.tokenizer, self.tokenizer_2 = map(self.checkpoint.tokenizer, ("tokenizer", "tokenizer_2"))
+        self.text_encoder, self.text_encoder_2 = map(self.load_on_output_rank, ("text_encoder", "text_encoder_2"))
+        self.transformer = self.load_sharded(
+            TRANSFORMER, sequence_parallel=self.sequence_parallel, context_method=self.context_method
         )
         self.vae = self.load_vae()
         if self.vae is not None:
@@ -159,10 +147,6 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
         added = self.checkpoint.transformer_config.in_channels - latents.shape[1]
         with_condition = F.pad(latents, (0, 0, 0, 0, 0, 0, 0, added))
         return {"hidden_states": with_condition, "timestep": timestep, **conditioning}
-
-    def report(self, request: Any, trajectory: Trajectory) -> dict[str, Any]:
-        """See the base class."""
-        return {"flow_shift": request.flow_shift}
 
 
 def _latent_size(request: Any, checkpoint: HunyuanVideo15Checkpoint) -> tuple[int, int, int]:
