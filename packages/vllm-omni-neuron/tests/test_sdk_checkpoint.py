@@ -152,6 +152,18 @@ def test_a_component_that_is_declared_once(checkpoint: DiffusersCheckpoint) -> N
         component.check(checkpoint)
 
 
+def test_tied_parameters_stay_one(checkpoint: DiffusersCheckpoint) -> None:
+    class Tied(Block):
+        def __init__(self, group: AxisGroup) -> None:
+            super().__init__(group)
+            self.last = nn.Module()
+            self.last.gain = self.gain
+
+    checkpoint.check_weights("transformer", Tied, MAPPING, UNUSED)
+    module = checkpoint.load("transformer", Tied, MAPPING, dtype=torch.float32, device="cpu", unused=UNUSED)
+    assert module.last.gain is module.gain and module.gain.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_what_nothing_uses_or_fills_is_refused(checkpoint: DiffusersCheckpoint) -> None:
     with pytest.raises(CheckpointError, match=r"transformer: 1 tensor\(s\) that nothing uses: rope.freqs"):
         checkpoint.check_weights("transformer", Block, MAPPING)

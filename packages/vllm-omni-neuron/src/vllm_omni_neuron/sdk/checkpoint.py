@@ -130,7 +130,8 @@ class DiffusersCheckpoint:
             make: makes the module for the ranks that share it. It is called on the meta device with `dtype` as torch's
                 default; a parameter that is made with another dtype keeps it. Buffers are made in `forward` or not at
                 all, since no checkpoint holds them.
-            mapping: of all parameters.
+            mapping: of all parameters. Tied ones are one object of the module and have one entry, by the first of their
+                names.
             dtype: of the parameters.
             device: where they go.
             group: the ranks; None for the tensor-parallel group, `AxisGroup("tp")` for a component that is not split.
@@ -207,5 +208,9 @@ def load_tensors(
         raise CheckpointError(
             f"{checkpoint.path}: {len(unexpected)} tensor(s) that nothing uses: {listing(unexpected)}"
         )
-    module.load_state_dict(result.state_dict, strict=True, assign=True)
+    loaded = {name: nn.Parameter(value, requires_grad=False) for name, value in result.state_dict.items()}
+    # A state dict has every name of a tied parameter, and stays tied only if all of them bring the same object.
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    every = {name: loaded[first[one]] for name, one in module.named_parameters(remove_duplicate=False)}
+    module.load_state_dict(every, strict=True, assign=True)
     return module.eval().requires_grad_(False).to(device)

@@ -77,7 +77,7 @@ class Coverage:
             "{} tensor(s) that nothing uses: {}": self.unmapped,
             "{} parameter(s) that the mapping does not fill: {}": self.unused_parameters,
             "{} name(s) in the mapping that are no parameters: {}": self.unknown_parameters,
-            "{} tensor(s) that make more than one parameter: {}": self.repeated,
+            "{} tensor(s) that make more than one parameter (tied ones are one object): {}": self.repeated,
         }
         found = [sentence.format(len(names), listing(names)) for sentence, names in counted.items() if names]
         return [*found, *self.misfits]
