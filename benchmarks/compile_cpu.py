@@ -46,12 +46,14 @@ def make(component: str, dtype: Any) -> tuple[Any, dict[str, Any]]:
 
     from omni_neuron_wan22 import UMT5Config, VaeConfig, WanConfig
     from omni_neuron_wan22.lowering import WanComponents
+    from vllm_omni_neuron.sdk import default_dtype
 
     sizes = {"latents_mean": (0.0,) * 16, "latents_std": (1.0,) * 16}
     vae = VaeConfig(base_dim=VAE["base_dim"], **sizes)
     components = WanComponents(WanConfig(**TRANSFORMER), UMT5Config(), vae)
     shape = VIDEO if component == "transformer" else {**VIDEO, "height": VAE["height"], "width": VAE["width"]}
-    model, arguments = components.make(component, **shape, dtype=dtype)
+    with default_dtype(dtype):
+        model, arguments = components.make(component, **shape)
     generator = torch.Generator().manual_seed(0)
     for tensor in [*model.parameters(), *_tensors(list(arguments.values()))]:
         tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)

@@ -43,18 +43,18 @@ class WanComponents:
         height: int,
         width: int,
         frames: int,
-        dtype: torch.dtype,
         layers: int | None = None,
         sequence_parallel: bool = False,
     ) -> tuple[nn.Module, dict[str, Any]]:
         """One rank's module, empty, and the keyword arguments of one call; the ranks are those of the parallel groups.
+
+        Weights and activations have torch's default dtype.
 
         Args:
             component: "transformer", "text_encoder", "vae" (the decoder of every latent frame but the first) or
                 "vae_encoder" (the same of the encoder).
             height, width: pixels.
             frames: of the video.
-            dtype: of weights and activations.
             layers: this many blocks instead of all.
             sequence_parallel: as in `WanTransformer3DModel`.
 
@@ -66,16 +66,11 @@ class WanComponents:
         if layers is not None and component.startswith("vae"):
             raise WanConfigError(f"layers = {layers}: the VAE is lowered whole")
         grid = self.vae_config.latent_size(height, width, frames)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            if component == "transformer":
-                return self._transformer(grid, layers, sequence_parallel)
-            if component == "text_encoder":
-                return self._text_encoder(layers)
-            return self._vae(grid) if component == "vae" else self._vae_encoder(height, width)
-        finally:
-            torch.set_default_dtype(before)
+        if component == "transformer":
+            return self._transformer(grid, layers, sequence_parallel)
+        if component == "text_encoder":
+            return self._text_encoder(layers)
+        return self._vae(grid) if component == "vae" else self._vae_encoder(height, width)
 
     def _transformer(
         self, grid: tuple[int, int, int], layers: int | None, sequence_parallel: bool

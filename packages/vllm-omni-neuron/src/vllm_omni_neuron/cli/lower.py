@@ -59,6 +59,7 @@ def lower(
 
     from omni_neuron_parallel import Topology, destroy_parallel, initialize_parallel
     from omni_neuron_runtime import CompileError, component_compiler_args, declared_world, is_cpu_mode, lower_on_paper
+    from vllm_omni_neuron.sdk import default_dtype
 
     from .plannable import find_model, frames_of, refused_axis
 
@@ -75,15 +76,10 @@ def lower(
         raise typer.BadParameter(refused[1], param_hint=f"--{refused[0]}")
 
     def make() -> tuple[torch.nn.Module, dict[str, Any]]:
-        return components.make(
-            component.value,
-            height=height,
-            width=width,
-            frames=frames,
-            dtype=getattr(torch, dtype.value),
-            layers=layers,
-            sequence_parallel=sp,
-        )
+        with default_dtype(getattr(torch, dtype.value)):
+            return components.make(
+                component.value, height=height, width=width, frames=frames, layers=layers, sequence_parallel=sp
+            )
 
     started = time.perf_counter()
     with err().status(f"lowering {component.value} for {topology}"), declared_world(topology.world_size):

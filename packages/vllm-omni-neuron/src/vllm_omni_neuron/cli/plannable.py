@@ -34,8 +34,8 @@ class Found(NamedTuple):
     Attributes:
         spec: of the model.
         made: for "plans" `omni_neuron_parallel.planning.ModelSizes`. For "lowers" an object with `make(component, *,
-            height, width, frames, dtype, layers, sequence_parallel)`, which returns a module and the keyword arguments
-            of its call.
+            height, width, frames, layers, sequence_parallel)`, which returns one rank's module and the keyword
+            arguments of its call, both on fake tensors and in torch's default dtype.
     """
 
     spec: ModelSpec

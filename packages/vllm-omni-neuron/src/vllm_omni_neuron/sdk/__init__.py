@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm_omni_neuron.sdk.checkpoint import (
         DiffusersCheckpoint,
         check_tensors,
+        default_dtype,
         load_tensors,
         make_on_meta,
     )
@@ -123,6 +124,7 @@ _HOMES = {
     "checkpoint": [
         "DiffusersCheckpoint",
         "check_tensors",
+        "default_dtype",
         "load_tensors",
         "make_on_meta",
     ],
@@ -271,6 +273,7 @@ __all__ = [
     "check_positive",
     "check_tensor_parallel",
     "check_tensors",
+    "default_dtype",
     "fit_images",
     "flow_match_timesteps",
     "image_report",

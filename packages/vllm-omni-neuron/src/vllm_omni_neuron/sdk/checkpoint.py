@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -171,15 +172,21 @@ def check_tensors(
         raise CheckpointError(f"{checkpoint.path}: {listing(problems)}")
 
 
-def make_on_meta(make: Callable[[AxisGroup], ModuleT], dtype: torch.dtype, group: AxisGroup) -> ModuleT:
-    """The module that `make` makes for `group`, without memory, its parameters `dtype` unless they ask for another."""
-    default = torch.get_default_dtype()
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """`dtype`, a floating-point one, as torch's default for what is made meanwhile."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
-            return make(group)
+        yield
     finally:
-        torch.set_default_dtype(default)
+        torch.set_default_dtype(before)
+
+
+def make_on_meta(make: Callable[[AxisGroup], ModuleT], dtype: torch.dtype, group: AxisGroup) -> ModuleT:
+    """The module that `make` makes for `group`, without memory, its parameters `dtype` unless they ask for another."""
+    with default_dtype(dtype), torch.device("meta"):
+        return make(group)
 
 
 def load_tensors(
