@@ -37,4 +37,5 @@ SPEC = ModelSpec(
         "context_ring": True,
     },
     plans={"z-image": "omni_neuron_zimage.planning:z_image", "": "omni_neuron_zimage.planning:from_checkpoint"},
+    lowers={"z-image": "omni_neuron_zimage.lowering:z_image", "": "omni_neuron_zimage.lowering:from_checkpoint"},
 )

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni-neuron lower` on Z-Image: a block of the published size, in StableHLO."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_omni_neuron.cli import app
+
+
+def lower(output: Path, *arguments: str) -> tuple[int, str, str]:
+    command = ["lower", "--model", "z-image", "--layers", "1", "--output", str(output), "--json", *arguments]
+    result = CliRunner().invoke(app, command)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_block_of_the_published_size(tmp_path: Path) -> None:
+    pytest.importorskip("torch_mlir", reason="the extra [stablehlo] of omni-neuron-runtime is not installed")
+    shape = ("--height", "1024", "--width", "1024")
+    code, stdout, stderr = lower(tmp_path, *shape, "--tp", "2", "--cp", "4", "--cfg", "2", "--sp")
+    assert code == 0, stderr
+    [report] = json.loads(stdout)
+    assert {len(row["groups"]) * len(row["groups"][0]) for row in report["collectives"]} == {16}
+    attention = [row for row in report["composites"] if row["name"].endswith(".flash_attention")]
+    # Of the image's two refiners and the layer; 15 of 30 heads. 64 · 64 tokens and 512 of the caption.
+    assert sum(row["count"] for row in attention) == 3
+    assert any("1x4608x15x128xbf16" in row["operands"]["k"] for row in attention)
+
+
+def test_what_is_not_lowered_is_named(tmp_path: Path) -> None:
+    code, _, stderr = lower(tmp_path, "--component", "text_encoder")
+    assert code == 1 and "only 'transformer' is lowered" in stderr
