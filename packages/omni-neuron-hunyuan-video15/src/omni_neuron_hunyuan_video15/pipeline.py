@@ -61,11 +61,9 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
     @classmethod
     def request_rules(cls, od_config: Any, checkpoint: Any) -> RequestRules:
         """See the base class."""
-        vae = checkpoint.vae_config
+        vae, dit = checkpoint.vae_config, checkpoint.transformer_config
         processor = HunyuanVideo15ImageProcessor(vae_scale_factor=vae.spatial_compression_ratio)
-        height, width = processor.calculate_default_height_width(
-            *ASPECT_RATIO, checkpoint.transformer_config.target_size
-        )
+        height, width = processor.calculate_default_height_width(*ASPECT_RATIO, dit.target_size)
         flow_shift = Setting(
             "flow_shift",
             1.0,

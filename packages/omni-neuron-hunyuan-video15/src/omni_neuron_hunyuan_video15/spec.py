@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm_omni_neuron.sdk import ComponentSpec, ModelSpec
 
-_PLANNING = "omni_neuron_hunyuan_video15.planning"
+_PACKAGE = "omni_neuron_hunyuan_video15"
 
 
 def _text_encoder(name: str, model: str) -> ComponentSpec:
@@ -41,5 +41,6 @@ SPEC = ModelSpec(
         "warmup_shapes": True,
         "context_ring": True,
     },
-    plans={"hunyuan-video15-t2v": f"{_PLANNING}:t2v", "": f"{_PLANNING}:from_checkpoint"},
+    plans={"hunyuan-video15-t2v": f"{_PACKAGE}.planning:t2v", "": f"{_PACKAGE}.planning:from_checkpoint"},
+    lowers={"hunyuan-video15-t2v": f"{_PACKAGE}.lowering:t2v", "": f"{_PACKAGE}.lowering:from_checkpoint"},
 )
