@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOREIGN = ("omni-neuron-zimage", "omni-neuron-hunyuan-video15")
 # The one place that says which file is what. "model" computes the model, as any implementation of it must; a module
-# that is not named here, such as one that prepares text, is "pipeline". "planning" is for `plan`, and optional.
+# that is not named here, such as one that prepares text, is "pipeline". "planning" is for `plan` and `lower`; optional.
 KINDS = {
     "config.py": "model",
     "embeddings.py": "model",
@@ -29,6 +29,7 @@ KINDS = {
     "spec.py": "registration",
     "checkpoint.py": "loaders",
     "mapping.py": "loaders",
+    "lowering.py": "planning",
     "planning.py": "planning",
     "tiny.py": "tiny checkpoint",
 }
