@@ -13,18 +13,8 @@ from vllm_omni_neuron.cli import app
 
 
 def lower(output: Path, *arguments: str) -> tuple[int, str, str]:
-    command = [
-        "lower",
-        "--model",
-        "hunyuan-video15-t2v",
-        "--layers",
-        "1",
-        "--output",
-        str(output),
-        "--json",
-        *arguments,
-    ]
-    result = CliRunner().invoke(app, command)
+    command = ["lower", "--model", "hunyuan-video15-t2v", "--layers", "1", "--output", str(output), "--json"]
+    result = CliRunner().invoke(app, [*command, *arguments])
     return result.exit_code, result.stdout, result.stderr
 
 
