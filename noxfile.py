@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every task of this repository. `./dev <session>` runs one; `./dev help` lists them.
 
-`dev`, `demo`, `run`, `test`, `tests` and `typing` share one environment (.nox/dev) in which every package is installed
-editable, held to constraints.txt. The others make their own, from built wheels, the way users install: `alone`,
-`foreign`, `lowest`, `new_model`, `released`, `third_party`, `wheels`; docs/releasing.md says what `release` and
-`api_diff` do.
+`dev`, `demo`, `docs`, `lint`, `run`, `test`, `tests` and `typing` share one environment (.nox/dev) in which every
+package is installed editable, held to constraints.txt; `lock` writes that file. The others make their own, from built
+wheels, the way users install: `alone`, `foreign`, `lowest`, `new_model`, `released`, `third_party`, `wheels`;
+docs/releasing.md says what `release` and `api_diff` do. CONTRIBUTING.md has the ones for every day.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from release_steps import (
     ReleaseError,
     breaks_rules,
     dated_changelog,
+    declared_siblings,
     git_tags,
     import_name_of,
     last_release,
     manifest_of,
     packages_in_order,
     release_tag,
-    required_name,
     sdist_problems,
     wheel_problems,
 )
@@ -176,7 +176,7 @@ def _all_tests() -> list[str]:
 @dev_session
 @nox.parametrize("package", PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
-    """One package's own tests in the development environment: ./dev 'tests(omni-neuron-runtime)'."""
+    """One package's own tests in the development environment: ./dev "tests(package='omni-neuron-runtime')"."""
     Dev(session).run("pytest", str(_package_dir(package) / "tests"), *session.posargs, env=_test_environment())
 
 
@@ -322,17 +322,7 @@ def _test_installed(session: nox.Session, package: str) -> None:
 
 
 def _declared_siblings(package: str) -> set[str]:
-    """The siblings that `package` and its tests depend on, directly or through another sibling."""
-    found: set[str] = set()
-    pending = [package]
-    while pending:
-        project = _manifest(pending.pop())["project"]
-        for requirement in [*project["dependencies"], *project.get("optional-dependencies", {}).get("test", [])]:
-            name = required_name(requirement)
-            if name in PACKAGES and name not in found:
-                found.add(name)
-                pending.append(name)
-    return found
+    return declared_siblings(ROOT / "packages", package)
 
 
 def _build_wheels(session: nox.Session, packages: Sequence[str] = PACKAGES) -> None:
@@ -466,7 +456,7 @@ def _typing(development: Dev) -> None:
 
 @dev_session
 def docs(session: nox.Session) -> None:
-    """Write the generated pages of docs/ (`--check` only compares)."""
+    """Write the generated pages of docs/ (`--check` only compares); CONTRIBUTING.md says what is written by hand."""
     development = Dev(session)
     development.run("python", "-m", "omni_neuron_runtime.env", "docs/environment.md", *session.posargs)
     development.run("python", "-m", "vllm_omni_neuron.stage_config", "docs/stage-configuration.md", *session.posargs)

@@ -108,6 +108,32 @@ def required_name(requirement: str) -> str:
     return re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0]
 
 
+def required_extras(requirement: str) -> list[str]:
+    """The extras that a requirement asks for."""
+    found = re.match(r"[\w.-]+\s*\[([^\]]*)\]", requirement)
+    return [extra.strip() for extra in found[1].split(",")] if found else []
+
+
+def declared_siblings(folder: Path, package: str) -> set[str]:
+    """The distributions under `folder` that come with `package` and its extra `test`, through others of them, too."""
+    manifests = [manifest_of(path.parent) for path in folder.glob("*/pyproject.toml")]
+    projects = {manifest["project"]["name"]: manifest["project"] for manifest in manifests}
+    pending: list[tuple[str, str | None]] = [(package, None), (package, "test")]
+    seen: set[tuple[str, str | None]] = set()
+    while pending:
+        name, extra = pending.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        project = projects[name]
+        optional = project.get("optional-dependencies", {})
+        for requirement in project["dependencies"] if extra is None else optional.get(extra, []):
+            other = required_name(requirement)
+            if other in projects:
+                pending += [(other, None), *((other, wanted) for wanted in required_extras(requirement))]
+    return {name for name, _ in seen} - {package}
+
+
 def wheel_problems(wheel: Path, package_dir: Path, siblings: Iterable[str]) -> list[str]:
     """What is wrong with a built wheel: files, typing marker, licence, siblings' bounds, entry points."""
     manifest = manifest_of(package_dir)

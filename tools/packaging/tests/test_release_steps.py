@@ -16,6 +16,7 @@ from release_steps import (
     ReleaseError,
     breaks_rules,
     dated_changelog,
+    declared_siblings,
     last_release,
     packages_in_order,
     wheel_problems,
@@ -59,6 +60,22 @@ def test_a_changelog_that_is_not_ready(text: str, version: str, message: str) ->
 )
 def test_what_may_break(old: str, new: str, allowed: bool) -> None:
     assert (breaks_rules(old, new) is None) == allowed
+
+
+def test_siblings_come_by_extras_that_are_asked_for(tmp_path: Path) -> None:
+    extras = {
+        "kit": {"test": ["kit[run, plot]>=0.1"], "run": ["plugin>=0.1,<0.2"], "plot": ["matplotlib"], "more": ["data"]},
+        "plugin": {"test": ["simulator"]},
+        "simulator": {},
+        "data": {},
+    }
+    for name, optional in extras.items():
+        (tmp_path / name).mkdir()
+        lines = [f'[project]\nname = "{name}"\ndependencies = []', "[project.optional-dependencies]"]
+        lines += [f"{extra} = {requirements}" for extra, requirements in optional.items()]
+        (tmp_path / name / "pyproject.toml").write_text("\n".join(lines))
+    assert declared_siblings(tmp_path, "kit") == {"plugin"}
+    assert declared_siblings(tmp_path, "plugin") == {"simulator"}
 
 
 def test_packages_come_after_what_they_need(tmp_path: Path) -> None:
