@@ -19,6 +19,7 @@ from vllm_omni_neuron.__about__ import __version__
 if TYPE_CHECKING:
     from vllm_omni_neuron.attention import NeuronSDPABackend, NeuronSDPAImpl
     from vllm_omni_neuron.capture import read_step_meta, read_step_tensors
+    from vllm_omni_neuron.compilation import warmup_requests
     from vllm_omni_neuron.executor import NeuronMultiprocExecutor, WorkerDiedError, WorkerStartupError
     from vllm_omni_neuron.model_runner import NeuronDiffusionModelRunner
     from vllm_omni_neuron.offload import weights_on_host
@@ -47,6 +48,7 @@ __all__ = [
     "read_step_meta",
     "read_step_tensors",
     "register_neuron_pipelines",
+    "warmup_requests",
     "weights_on_host",
 ]
 
@@ -73,6 +75,7 @@ _LAZY = {
     "model_settings": "settings",
     "read_step_meta": "capture",
     "read_step_tensors": "capture",
+    "warmup_requests": "compilation",
     "weights_on_host": "offload",
 }
 
