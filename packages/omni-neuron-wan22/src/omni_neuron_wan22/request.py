@@ -92,7 +92,7 @@ def wan_rules(
     """
     defaults = DEFAULTS[task]
     share = "a share of the 1000 timesteps, 0 to 1,"
-    shift = "a positive number (Wan2.2: 5 for 720p, 12 for 480p)"
+    shift = "a positive number (default 5; vLLM-Omni notes 12 for 480p)"
     return RequestRules(
         height=defaults.height,
         width=defaults.width,

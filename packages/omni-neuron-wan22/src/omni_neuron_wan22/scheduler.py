@@ -228,7 +228,7 @@ def _check_schedule(num_inference_steps: int, shift: float) -> None:
     if num_inference_steps < 1:
         raise ValueError(f"num_inference_steps = {num_inference_steps}: at least 1 is needed")
     if not shift > 0 or not math.isfinite(shift):
-        raise ValueError(f"flow_shift = {shift}: a positive number is needed (Wan2.2: 5 for 720p, 12 for 480p)")
+        raise ValueError(f"flow_shift = {shift}: a positive number is needed (default 5; vLLM-Omni notes 12 for 480p)")
 
 
 def _log_snr(sigma: float) -> float:
