@@ -57,8 +57,9 @@ SPEC = ModelSpec(
     ),
     axes={"tp": 4, "cp": None, "cfg": 2, "vae_patch": None},
     features={
-        **dict.fromkeys(("image_input", "last_image_input", "lora", "cache_dit", "fp8", "warmup_shapes"), NONE),
-        **dict.fromkeys(("compile", "cpu_offload", "vae_tiling", "tensor_capture", "sleep", "context_ring"), True),
+        **dict.fromkeys(("image_input", "last_image_input", "lora", "cache_dit", "fp8"), NONE),
+        **dict.fromkeys(("compile", "cpu_offload", "vae_tiling", "context_ring"), True),
+        **dict.fromkeys(("tensor_capture", "sleep", "warmup_shapes"), True),
     },
 )
 Pair = tuple[torch.Tensor, torch.Tensor]

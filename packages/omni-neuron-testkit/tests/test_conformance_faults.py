@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 
 import conformance_faults as faults
 import pytest
+import torch
 from conformance_toy_reference import ToySuite
 
 from omni_neuron_testkit.conformance import Layout, ModelConformance
+from omni_neuron_testkit.conformance.engine import EngineRun
 from omni_neuron_testkit.conformance.kit import Kit
+from omni_neuron_testkit.conformance.ranks import RankRuns, Run
 
 TP2, CP2, BOTH = Layout(tp=2), Layout(cp=2), Layout(tp=2, cp=2)
 Check = tuple[str, tuple[Any, ...]]
@@ -102,6 +105,33 @@ def test_what_is_neither_run_nor_declared_fails(kit_of: Callable[[Any], Kit]) ->
         suite.test_layout(kit, Layout(tp=2, sequence_parallel=True))
     with pytest.raises(AssertionError, match="not_supported\\['memory_plan'\\]"):
         suite.test_memory_plan(kit)
+
+
+def test_what_a_feature_does_to_the_engine_is_that_features_failure(kit_of: Callable[[Any], Kit]) -> None:
+    suite, latents = ToySuite(), torch.ones(4)
+    before: dict[str, Any] = {"status": "registered", "broken_status": "failed", "latents": latents}
+    before["broken_reason"] = "the conformance kit broke this package on purpose"
+    runs = {
+        "asleep the ranks freed": EngineRun(**before, freed=[0], latents_after_sleep=latents, output_is_back=True),
+        "other latents after sleep": EngineRun(**before, freed=[8], latents_after_sleep=latents + 1),
+        "another output after sleep": EngineRun(**before, freed=[8], latents_after_sleep=latents),
+        "RuntimeError: no room": EngineRun(**before, errors={"sleep": "RuntimeError: no room"}),
+    }
+    for message, run in runs.items():
+        kit = kit_of(ToySuite)
+        kit.once("engine", lambda run=run: run)
+        suite.test_isolation(kit)
+        with pytest.raises(AssertionError, match=message):
+            suite.test_sleep(kit)
+
+
+def test_a_warm_up_that_misses_a_graph_fails(kit_of: Callable[[Any], Kit]) -> None:
+    kit = kit_of(ToySuite)
+    kit.once("compiled", lambda: [RankRuns([Run(graphs=1)], {}, set(), [], warm_up_graphs=2)])
+    with pytest.raises(
+        AssertionError, match=r"after the warm-up of \['48x80'\] a request of that size compiled 1 graphs"
+    ):
+        ToySuite().test_warmup_shapes(kit)
 
 
 def test_an_axis_of_the_spec_must_be_seen(kit_of: Callable[[Any], Kit]) -> None:

@@ -17,6 +17,9 @@ TESTS_OF_FEATURES: dict[str, tuple[str, ...]] = {
     "vae_tiling": ("vae_patch",),
     "cpu_offload": ("discovery",),
     "context_ring": ("context_ring",),
+    "tensor_capture": ("tensor_capture",),
+    "sleep": ("sleep",),
+    "warmup_shapes": ("warmup_shapes",),
     "image_input": ("parity_float32",),
     "last_image_input": ("parity_float32",),
 }
@@ -122,7 +125,8 @@ def _model_report(facts: dict[str, Any], results: dict[str, TestResult]) -> Mode
             continue
         image = IMAGES_OF_FEATURES.get(feature)
         shown = TESTS_OF_FEATURES.get(feature, ()) if image is None or image in facts["images"] else ()
-        features[feature] = {"supported": True, "outcome": found(shown), "reason": ""}
+        reason = facts["not_supported"].get(feature, "")
+        features[feature] = {"supported": True, "outcome": found(shown), "reason": reason}
     return ModelReport(
         architecture=facts["architecture"],
         title=facts["title"],

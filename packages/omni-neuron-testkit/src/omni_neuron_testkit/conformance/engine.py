@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of the model through vLLM-Omni's engine, with workers of their own and a broken package beside it."""
+"""One run of the model through vLLM-Omni's engine, with workers of their own and a broken package beside it.
+
+What needs workers is done in it, too: tensors are captured, and the engine sleeps.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,22 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from .case import Layout
+from .pool import DEADLINE_S
 
 if TYPE_CHECKING:
     from .kit import Kit
 
 BROKEN = "conformance-broken-model"
 BROKEN_REASON = "the conformance kit broke this package on purpose"
+CAPTURED = "conformance"  # what the captured run is called
 
 
 @dataclass
@@ -31,6 +37,12 @@ class EngineRun:
         broken_status, broken_reason: of the broken package beside it.
         latents: final ones.
         output_problem: what is wrong with the output in the form that users get, or "".
+        captured_latents: final ones of the same request while tensors were captured.
+        capture_folder: of these tensors.
+        freed: bytes of weights that left a rank's memory when the engine slept, by rank that answered.
+        latents_after_sleep: final ones of the same request after it woke up.
+        output_is_back: whether the output was the same bits then, too.
+        errors: what went wrong in a feature's part of the run, by the feature.
     """
 
     distribution: str = ""
@@ -42,6 +54,12 @@ class EngineRun:
     broken_reason: str = ""
     latents: torch.Tensor | None = None
     output_problem: str = ""
+    captured_latents: torch.Tensor | None = None
+    capture_folder: Path | None = None
+    freed: list[int] = field(default_factory=list)
+    latents_after_sleep: torch.Tensor | None = None
+    output_is_back: bool = False
+    errors: dict[str, str] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -92,7 +110,13 @@ def _generate(kit: Kit, layout: Layout, found: EngineRun) -> None:
     from vllm_omni_neuron import register_neuron_pipelines
 
     register_neuron_pipelines()  # vLLM-Omni does it once a process, perhaps before this package was on the path
-    target = kit.target(layout)
+    captures, sleeps = kit.examines("tensor_capture"), kit.examines("sleep")
+    folder = kit.folder / "captured"
+    capture = {"modules": list(kit.suite.captured_modules), "capture_dir": str(folder)}
+    more: dict[str, Any] = {}
+    if captures:
+        more["additional_config"] = {**kit.suite.engine.get("additional_config", {}), "tensor_capture": capture}
+    target = kit.target(layout, **more)
     omni = Omni(
         model=target.folder,
         dtype=target.dtype,
@@ -100,6 +124,7 @@ def _generate(kit: Kit, layout: Layout, found: EngineRun) -> None:
         ring_degree=layout.cp,
         cfg_parallel_size=layout.cfg,
         enable_cpu_offload=kit.spec.supports("cpu_offload"),
+        enable_sleep_mode=sleeps,
         **target.engine_settings(),
     )
     try:
@@ -110,12 +135,41 @@ def _generate(kit: Kit, layout: Layout, found: EngineRun) -> None:
             [output] = omni.generate(request.prompt_input(), sampling, use_tqdm=False)
             return output
 
+        def latents() -> torch.Tensor:
+            return torch.as_tensor(generate(output_type="latent").images[0])
+
+        def on_workers(method: str, *arguments: Any) -> Any:
+            [answers] = omni.engine.collective_rpc(method, timeout=DEADLINE_S, args=arguments)  # of the one stage
+            return answers
+
         # Decoding first: with offload the transformers' weights leave and come back, as the latents then show.
         output = generate(num_inference_steps=1)
-        found.latents = torch.as_tensor(generate(output_type="latent").images[0])
+        found.latents = latents()
+        if captures:
+            with _noting(found.errors, "tensor_capture"):
+                on_workers("enable_capture", CAPTURED)
+                found.captured_latents = latents()
+                on_workers("disable_capture")
+                found.capture_folder = folder / CAPTURED
+        if sleeps:  # last: a worker that does not wake up answers no more requests
+            with _noting(found.errors, "sleep"):
+                found.freed = on_workers("sleep", 1)
+                on_workers("wake_up")
+                again = generate(num_inference_steps=1)
+                found.output_is_back = np.array_equal(np.asarray(again.images[0]), np.asarray(output.images[0]))
+                found.latents_after_sleep = latents()
     finally:
         omni.close()
     found.output_problem = _output_problem(kit, layout, output)
+
+
+@contextlib.contextmanager
+def _noting(errors: dict[str, str], feature: str) -> Iterator[None]:
+    """What is raised is the feature's, whose test fails; the tests of the others need the run all the same."""
+    try:
+        yield
+    except Exception as error:
+        errors[feature] = f"{type(error).__name__}: {error}"
 
 
 def _output_problem(kit: Kit, layout: Layout, output: Any) -> str:

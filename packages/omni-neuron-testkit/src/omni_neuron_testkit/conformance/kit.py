@@ -50,6 +50,10 @@ class Kit:
         """Relative L2 error that float32 may have."""
         return float(self.suite.allowance)
 
+    def examines(self, feature: str) -> bool:
+        """Whether the spec has the feature, and the suite does not declare that the kit cannot test it."""
+        return self.spec.supports(feature) and feature not in self.suite.not_supported
+
     def checkpoint(self) -> Path:
         """The tiny checkpoint, written once."""
         return self.once("checkpoint", lambda: Path(self.suite.checkpoint(self.folder / "checkpoint")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,6 +97,7 @@ class Run:
         latents: the final latents of all outputs, on rank 0.
         output: what the pipeline returned, on rank 0: latents or frames.
         report: its generation report.
+        plan: of each step the component that takes it and the number of its branches of guidance.
         graphs: graphs that were compiled for it.
     """
 
@@ -107,6 +108,7 @@ class Run:
     latents: torch.Tensor | None = None
     output: torch.Tensor | None = None
     report: dict[str, Any] = field(default_factory=dict)
+    plan: list[tuple[str, int]] = field(default_factory=list)
     graphs: int = 0
 
 
@@ -119,12 +121,14 @@ class RankRuns:
         groups: every process group that a collective used, by name; what is wrong with it, or "".
         collectives: names of the collectives.
         host_copies: lines of compiled graphs that copy to the host.
+        warm_up_graphs: graphs that were compiled for the warm-up.
     """
 
     runs: list[Run]
     groups: dict[str, str]
     collectives: set[str]
     host_copies: list[str]
+    warm_up_graphs: int = 0
 
 
 def make_pipeline(target: Target) -> Any:
@@ -153,17 +157,25 @@ def omni_request(request: KitRequest, output_type: str | None = "latent") -> Any
     )
 
 
-def run_requests(target: Target, requests: list[KitRequest], compiled: bool = False) -> RankRuns:
+def run_requests(
+    target: Target, requests: list[KitRequest], compiled: bool = False, warmup_shapes: Sequence[str] = ()
+) -> RankRuns:
     """Latents of `requests`, one after the other on one pipeline; compiled by `neuron_check`, pixels too.
 
-    Pixels also of a request whose `more` asks for that `output_type`.
+    Pixels also of a request whose `more` asks for that `output_type`. Of `warmup_shapes` there is a warm-up first, by
+    the requests that a worker sends itself.
     """
+    from vllm_omni_neuron import warmup_requests
+
     pipeline = make_pipeline(target)
     backend, collectives = CheckBackend(), Collectives()
     if compiled:
         torch._dynamo.reset()
         pipeline.compile(backend=backend)
-    runs = []
+    runs, before = [], COUNTERS.graphs
+    for warm_up in warmup_requests(warmup_shapes, pipeline):
+        pipeline.forward(_batch(warm_up))
+    warm_up_graphs = COUNTERS.graphs - before
     # Dynamo does not compile under such a mode; what is compiled has its collectives checked by the backend.
     with contextlib.nullcontext() if compiled else collectives:
         for request in requests:
@@ -173,7 +185,7 @@ def run_requests(target: Target, requests: list[KitRequest], compiled: bool = Fa
             run = generate(pipeline, prepared(target, request, output_type))
             run.graphs = COUNTERS.graphs - before
             runs.append(run)
-    return RankRuns(runs, collectives.groups, collectives.names, backend.host_copies)
+    return RankRuns(runs, collectives.groups, collectives.names, backend.host_copies, warm_up_graphs)
 
 
 def trace(target: Target, request: KitRequest) -> None:
@@ -232,6 +244,9 @@ def generate(pipeline: Any, ready: Any) -> Run:
     if result.output is not None:
         run.output = _payload(result)
         run.report = dict(result.output["metadata"].get("generation", {}))
+    request = pipeline.request
+    steps = (pipeline.choose_model(value, request) for value in pipeline.scheduler.timesteps.tolist())
+    run.plan = [(component, len(pipeline.branches(request, scale))) for component, scale in steps]
     return run
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import torch
 
 from omni_neuron_testkit.pass_rule import FLOAT32_ALLOWANCE, compare_three_way
 
-from . import coverage, engine, ranks, refusals
+from . import captured, coverage, engine, ranks, refusals
 from .case import (
     STANDARD_LAYOUTS,
     KitRequest,
@@ -52,6 +53,8 @@ class ModelConformance:
             more than the first.
         same_graphs: further changes of the request that must compile nothing, such as {"sample_solver": "euler"}.
         other_graphs: further changes of the request, each with the number of graphs that it needs.
+        captured_modules: patterns of the modules whose results are captured, as the engine's setting has them; the
+            default means the members of the transformers' lists, such as "blocks.0".
         real_size: height, width and frames of the published model's usual output.
         published_name: which of `spec.plans` is that model; "" for the only one.
         tp_sizes: tensor-parallel sizes of the published model whose shards are checked.
@@ -70,6 +73,7 @@ class ModelConformance:
     graphs: ClassVar[tuple[int, int] | None] = None
     same_graphs: ClassVar[Sequence[Mapping[str, Any]]] = ()
     other_graphs: ClassVar[Sequence[tuple[Mapping[str, Any], int]]] = ()
+    captured_modules: ClassVar[Sequence[str]] = (r"\w+\.\w+\.\d+",)
     real_size: ClassVar[tuple[int, int, int]] = (480, 832, 81)
     published_name: ClassVar[str] = ""
     tp_sizes: ClassVar[Sequence[int]] = (1, 2)
@@ -280,8 +284,8 @@ class ModelConformance:
         _need(self, "compile", kit.spec.supports("compile"), kit.spec.why_not("compile"))
         [compiled] = kit.once("compiled", lambda: _compile(kit))
         first, eager = compiled.runs[0], _short_runs(kit)[0]
-        kit.figures["graphs"] = first.graphs
-        assert first.graphs, "the pipeline's `compile` compiled nothing that a request calls"
+        kit.figures["graphs"] = graphs = compiled.warm_up_graphs + first.graphs
+        assert graphs, "the pipeline's `compile` compiled nothing that a request calls"
         assert not compiled.host_copies, f"a graph copies to the host: {'; '.join(compiled.host_copies)}"
         for what, theirs, ours in (
             ("latents", eager.latents, first.latents),
@@ -300,6 +304,7 @@ class ModelConformance:
         _need(self, "compile", kit.spec.supports("compile"), kit.spec.why_not("compile"))
         [compiled] = kit.once("compiled", lambda: _compile(kit))
         first, *rest = (run.graphs for run in compiled.runs)
+        first += compiled.warm_up_graphs
         resized, limit = rest[len(_same_graphs(self))], self.graphs
         kit.figures |= {"graphs": first, "graphs of another size": resized}
         assert limit is None or (first, resized) == tuple(limit), f"{first} and {resized} graphs; expected are {limit}"
@@ -310,10 +315,19 @@ class ModelConformance:
                 f"a request with {changes or 'the first size again'} compiled {graphs} graphs, not {wanted}"
             )
 
+    def test_warmup_shapes(self, kit: Kit) -> None:
+        """After a warm-up for the request's size the first request compiles nothing."""
+        _need(self, "warmup_shapes", kit.spec.supports("warmup_shapes"), kit.spec.why_not("warmup_shapes"))
+        _need(self, "compile", kit.spec.supports("compile"), kit.spec.why_not("compile"))
+        [compiled] = kit.once("compiled", lambda: _compile(kit))
+        kit.figures["graphs"] = compiled.warm_up_graphs
+        assert compiled.warm_up_graphs, "the warm-up compiled nothing"
+        graphs = compiled.runs[0].graphs
+        assert not graphs, f"after the warm-up of {_warmup_shapes(kit)} a request of that size compiled {graphs} graphs"
+
     def test_discovery(self, kit: Kit) -> None:
         """The installed package is found by its entry point, and an engine with spawned workers runs the model."""
-        layout = next(iter(_multi_rank_layouts(self, kit)), ONE)
-        found = kit.once("engine", lambda: engine.run(kit, layout))
+        layout, found = _engine_run(self, kit)
         kit.figures |= {"distribution": found.distribution, "layout": str(layout)}
         assert found.status == "registered", f"{kit.spec.architecture} is {found.status or 'not found'}: {found.reason}"
         assert found.class_name == load(self.pipeline).__name__, f"the entry point names {found.class_name}"
@@ -323,11 +337,25 @@ class ModelConformance:
 
     def test_isolation(self, kit: Kit) -> None:
         """A broken package beside this one is named, and changes nothing for it."""
-        layout = next(iter(_multi_rank_layouts(self, kit)), ONE)
-        found = kit.once("engine", lambda: engine.run(kit, layout))
+        _, found = _engine_run(self, kit)
         assert found.broken_status == "failed", f"the broken package beside this one is {found.broken_status!r}"
         assert engine.BROKEN_REASON in found.broken_reason, found.broken_reason
         assert found.status == "registered" and found.latents is not None
+
+    def test_tensor_capture(self, kit: Kit) -> None:
+        """Tensors of every step, rank and branch of guidance are captured, and that changes no bit of the latents."""
+        layout, found = _feature_run(self, kit, "tensor_capture")
+        assert found.capture_folder is not None
+        kit.figures |= captured.check(found.capture_folder, first_run(kit.denoised()).plan, layout)
+        assert _same(found.captured_latents, found.latents), "other latents while tensors are captured"
+
+    def test_sleep(self, kit: Kit) -> None:
+        """Asleep, ranks have their weights out of memory; awake again they give the same bits as before."""
+        _, found = _feature_run(self, kit, "sleep")
+        kit.figures["bytes freed by rank 0"] = found.freed[0]
+        assert all(found.freed), f"asleep the ranks freed {found.freed} bytes"
+        assert _same(found.latents_after_sleep, found.latents), "other latents after sleep than before"
+        assert found.output_is_back, "another output after sleep than before, though the latents are the same"
 
 
 def layouts_of(suite: Any) -> Sequence[Layout]:
@@ -371,6 +399,25 @@ def _only(axis: str) -> Layout:
     }[axis]
 
 
+def _engine_run(suite: ModelConformance, kit: Kit) -> tuple[Layout, engine.EngineRun]:
+    """The one engine's run, and its layout."""
+    layout = next(iter(_multi_rank_layouts(suite, kit)), ONE)
+    return layout, kit.once("engine", lambda: engine.run(kit, layout))
+
+
+def _feature_run(suite: ModelConformance, kit: Kit, feature: str) -> tuple[Layout, engine.EngineRun]:
+    """`_engine_run`; the test ends here where the spec lacks the feature, or the engine failed in it."""
+    _need(suite, feature, kit.spec.supports(feature), kit.spec.why_not(feature))
+    layout, found = _engine_run(suite, kit)
+    assert found.status == "registered", f"{kit.spec.architecture} is {found.status or 'not found'}: {found.reason}"
+    assert feature not in found.errors, found.errors[feature]
+    return layout, found
+
+
+def _same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    return first is not None and second is not None and torch.equal(first, second)
+
+
 def _multi_rank_layouts(suite: ModelConformance, kit: Kit) -> list[Layout]:
     """The suite's layouts that the spec allows and that are not declared as not supported."""
     return [
@@ -389,8 +436,8 @@ def _need_ranks(suite: ModelConformance, kit: Kit) -> list[Layout]:
 
 
 def _short_runs(kit: Kit) -> list[ranks.Run]:
-    """Two steps of the request, with pixels; the same again, the next seed, two outputs."""
-    short = kit.request.changed(num_inference_steps=2)
+    """The short request with pixels; the same again, the next seed, two outputs."""
+    short = _short(kit)
     requests = [
         short.changed(output_type="pt"),
         short,
@@ -399,6 +446,18 @@ def _short_runs(kit: Kit) -> list[ranks.Run]:
     ]
     [alone] = kit.once("short", lambda: kit.on_ranks(ONE, ranks.run_requests, kit.target(), requests))
     return alone.runs
+
+
+def _short(kit: Kit) -> KitRequest:
+    """Two steps of the request; with a warm-up, what that leaves to the model, such as the text's length, is left."""
+    short = kit.request.changed(num_inference_steps=2)
+    return replace(short, more={}) if _warmup_shapes(kit) else short
+
+
+def _warmup_shapes(kit: Kit) -> list[str]:
+    """The request's size in the engine's setting of that name; empty where it is not tested."""
+    sizes = (kit.request.height, kit.request.width, kit.request.num_frames)
+    return ["x".join(str(size) for size in sizes if size)] if kit.examines("warmup_shapes") else []
 
 
 def _same_graphs(suite: Any) -> list[Mapping[str, Any]]:
@@ -413,6 +472,6 @@ def _changes(suite: Any, request: KitRequest) -> list[Mapping[str, Any]]:
 
 
 def _compile(kit: Kit) -> Any:
-    short = kit.request.changed(num_inference_steps=2)
+    short = _short(kit)
     requests = [short, *(short.changed(**changes) for changes in _changes(kit.suite, short))]
-    return kit.on_ranks(ONE, ranks.run_requests, kit.target(), requests, True)
+    return kit.on_ranks(ONE, ranks.run_requests, kit.target(), requests, True, _warmup_shapes(kit))
