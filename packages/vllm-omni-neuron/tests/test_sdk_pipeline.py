@@ -16,6 +16,8 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
+from vllm_omni.diffusion.cancellation import RequestCancellationRegistry, request_cancellation_scope
+from vllm_omni.diffusion.data import DiffusionRequestAbortedError
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from omni_neuron_parallel import cfg
@@ -325,6 +327,70 @@ def test_an_image_of_one_transformer_with_its_own_guidance() -> None:
     alone = run(pipeline, guidance_scale=1.0, output_type="latent").output["payload"]["image"]
     assert pipeline.asked == ["encode a red circle", "condition denoiser"]
     assert alone.shape == (1, 4, 2, 3)
+
+
+class OnDevice(torch.Tensor):
+    """On a device between graphs: all that can be done with it is to take it to the host, or leave it where it is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.Tensor.cpu:
+                return args[0].as_subclass(torch.Tensor)
+            if func is torch.Tensor.to and isinstance(args[1], torch.device) and len(args) == 2 and not kwargs:
+                return args[0]  # it is there already
+            raise NotImplementedError(f"{func.__name__} between graphs")
+
+
+class GraphDenoiser(Denoiser):
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().forward(x, timestep, text.as_subclass(torch.Tensor)).as_subclass(OnDevice)
+
+
+class GraphPipeline(ToyPipeline):
+    """Whose components' outputs stay where a device would have them."""
+
+    def load_components(self) -> None:
+        super().load_components()
+        self.denoiser = GraphDenoiser(0.5)
+
+    def encode_prompt(self, text: str, request: Any) -> torch.Tensor:
+        return super().encode_prompt(text, request).as_subclass(OnDevice)
+
+    def project(self, encoded: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().project(encoded.as_subclass(torch.Tensor)).as_subclass(OnDevice)
+
+
+def test_nothing_is_computed_on_the_device_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(make(ToyPipeline)).output["payload"]["image"]
+    final = run(make(ToyPipeline), output_type="latent").output["payload"]["image"]
+    assert torch.equal(run(make(GraphPipeline)).output["payload"]["image"], expected)
+    with pytest.raises(NotImplementedError, match="between graphs"):
+        GraphDenoiser(0.5)(torch.ones(2), torch.ones(1), torch.ones(1)) * 2
+    for latents, _ in on_two_cfg_ranks(monkeypatch, GraphPipeline):
+        assert torch.equal(latents, final)
+
+
+def test_a_cancelled_request_ends_before_its_next_step() -> None:
+    pipeline = make(ToyPipeline)
+    signals = RequestCancellationRegistry()
+    name = signals.create("request")
+    taken = pipeline.combine_branches
+
+    def cancel(predictions: list[Any], scale: float) -> Any:
+        if pipeline.asked.append("step") or pipeline.asked.count("step") == 2:
+            signals.cancel(["request"])
+        return taken(predictions, scale)
+
+    pipeline.combine_branches = cancel
+    try:
+        with request_cancellation_scope([name]), pytest.raises(DiffusionRequestAbortedError):
+            run(pipeline)
+    finally:
+        signals.close()
+    assert pipeline.asked.count("step") == 2 < SIZES["num_inference_steps"]
 
 
 def test_branches_of_guidance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ class AcmeToyVideoPipeline(NeuronDiffusionPipeline):
     def encode_prompt(self, text: str, request: GenerationRequest) -> TextRows:
         """The encoded text `[1, L, text_width]` and which rows of it are text, bool `[1, L]`."""
         token_ids, mask = tokenize(self.tokenizer, text, request.max_sequence_length)
-        return self.text_encoder(token_ids.to(self.device)), mask.to(self.device, torch.bool)
+        return self.text_encoder(token_ids.to(self.device)), mask.bool().to(self.device)
 
     def condition_model(self, name: str, encoded: TextRows, trajectory: Trajectory) -> TextKeysValues:
         """The text's keys and values in every block, which are those of all steps."""

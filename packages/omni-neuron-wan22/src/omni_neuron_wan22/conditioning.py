@@ -27,10 +27,11 @@ class ImageCondition:
     """What the DiT is told of the images, the same on every rank.
 
     Attributes:
-        latents: float32. Image-to-video: mask and condition `[1, 4 + z, T, h, w]`, which follow the noisy latents in
-            further channels. TI2V-5B: the first latent frame `[1, z, 1, h, w]`, which takes the noisy one's place.
+        latents: float32, on the host. Image-to-video: mask and condition `[1, 4 + z, T, h, w]`, which follow the noisy
+            latents in further channels. TI2V-5B: the first latent frame `[1, z, 1, h, w]`, which takes the noisy one's
+            place.
         is_first_frame: which of the two.
-        image_embeds: CLIP's `[images, L, image_dim]` float32, where the DiT takes one.
+        image_embeds: CLIP's `[images, L, image_dim]` float32, on the device, where the DiT takes one.
         report: what `fit_images` did to the image.
     """
 
@@ -99,7 +100,7 @@ def encode_images(
         vae: with its encoder, on the ranks that decode; None elsewhere.
         image_encoder: on the first rank, where the DiT takes an embedding.
         takes_embeds: whether it does.
-        device: for the result.
+        device: for the embedding.
     """
     media = media_of(prompt)
     images = [media[name] for name in ("image", "last_image") if name in media]
@@ -108,7 +109,7 @@ def encode_images(
         frames = [pixels(image).to(vae.dtype) for image in images]
         encoded = vae.encode(condition_video(frames, 1 if is_first_frame else num_frames), group=get_group("vae_patch"))
         latents = None if encoded is None else vae.normalize(encoded)
-    latents = broadcast_from_first(latents).to(device)
+    latents = broadcast_from_first(latents)
     if not is_first_frame:
         mask = given_frames_mask(num_frames, len(images) > 1, temporal_stride, (latents.shape[3], latents.shape[4]))
         latents = torch.cat([mask.to(latents), latents], dim=1)

@@ -150,7 +150,7 @@ class NeuronWanPipeline(WanHooks, NeuronDiffusionPipeline):
     def make_scheduler(self, request: GenerationRequest) -> NeuronFlowUniPCMultistepScheduler | FlowEulerScheduler:
         """The request's solver with its shift."""
         scheduler = make_scheduler(request.sample_solver, request.flow_shift)
-        scheduler.set_timesteps(request.num_inference_steps, device=self.device)
+        scheduler.set_timesteps(request.num_inference_steps)
         return scheduler
 
     def choose_model(self, timestep: float, request: GenerationRequest) -> tuple[str, float]:

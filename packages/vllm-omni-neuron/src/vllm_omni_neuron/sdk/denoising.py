@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The denoising loop: component and guidance of every step, what is kept between steps, checks of the ranks."""
+"""The denoising loop: component and guidance of every step, what is kept between steps, checks of the ranks.
+
+Latents, timesteps, guidance and the scheduler are on the host; the device runs the components and nothing else. A step
+sends it a few MiB and takes as much back, whereas an operation between graphs would be compiled for itself, and
+torch-neuronx's Lite refuses some of them, such as a change of dtype.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from vllm_omni.diffusion.cancellation import check_request_cancellation
 from vllm_omni.diffusion.distributed.cfg_parallel import CFGParallelMixin
 from vllm_omni.diffusion.forward_context import DenoiseProgressMixin
 from vllm_omni.diffusion.models.progress_bar import ProgressBarMixin
@@ -58,10 +64,10 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
     def make_scheduler(self, request: Any) -> Any:
         """A scheduler as in diffusers, its timesteps set: `timesteps`, and `step(…).prev_sample` in float32.
 
-        By default the checkpoint's.
+        On the host; by default the checkpoint's.
         """
         scheduler = self.checkpoint.scheduler()
-        scheduler.set_timesteps(request.num_inference_steps, device=self.device)
+        scheduler.set_timesteps(request.num_inference_steps)
         return scheduler
 
     def choose_model(self, timestep: float, request: Any) -> tuple[str, float]:
@@ -101,13 +107,13 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
     def model_inputs(
         self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Any, trajectory: Trajectory
     ) -> dict[str, Any]:
-        """The keywords of the component's forward.
+        """The keywords of the component's forward; tensors among them are sent to the device.
 
         Tensor capture tells steps apart by the value of the keyword `timestep`, if there is one.
 
         Args:
-            latents: float32, of `latent_shape`.
-            timestep: float32 `[1]`, as the scheduler has it.
+            latents: float32, of `latent_shape`, on the host. What is to be another dtype on the device is so here.
+            timestep: float32 `[1]`, as the scheduler has it, on the host.
             conditioning: what `condition_model` made for the branch. Only a branch that this rank computes is asked
                 about.
             trajectory: of the request.
@@ -128,7 +134,7 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
         return output if isinstance(output, torch.Tensor) else output[0]
 
     def combine_branches(self, predictions: list[Prediction], scale: float) -> Prediction:
-        """One prediction of those of `branches`, in that order, the same on every rank.
+        """One prediction of those of `branches`, in that order, the same on every rank; all on the host.
 
         By default negative + scale · (positive − negative) (Ho and Salimans 2022), of two branches. `self.request` is
         the running request, where its settings matter.
@@ -147,7 +153,7 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
     def postprocess_prediction(
         self, prediction: Prediction, latents: torch.Tensor, timestep: torch.Tensor
     ) -> Prediction:
-        """What the scheduler takes, of a combined prediction in float32; by default that itself.
+        """What the scheduler takes, of a combined prediction in float32 on the host; by default that itself.
 
         Args:
             latents, timestep: as for `model_inputs`.
@@ -159,7 +165,11 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
         return latents
 
     def diffuse(self, latents: torch.Tensor, trajectory: Trajectory) -> torch.Tensor:
-        """Denoise `latents` (float32) over all steps of the request, each with the component that it belongs to."""
+        """Denoise `latents` (float32, on the host) over all steps, each with the component that it belongs to.
+
+        Raises:
+            DiffusionRequestAbortedError: the caller has cancelled the request; on every rank before the same step.
+        """
         self.request = request = trajectory.request
         self.scheduler = self.make_scheduler(request)
         timesteps = self.scheduler.timesteps
@@ -168,6 +178,7 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
         self.check_agreement(latents, "initial noise")
         with self.progress_bar(total=len(plan)) as progress:
             for step, (timestep, (name, scale)) in enumerate(zip(timesteps, plan, strict=True)):
+                check_request_cancellation()
                 self.record_denoise_step(step, timestep, total_steps=len(plan))
                 _keep_conditioning(trajectory, {later for later, _ in plan[step:]})
                 with self.clock.step(name):
@@ -194,7 +205,14 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
         self, predictions: list[Prediction], true_cfg_scale: float, cfg_normalize: bool = False
     ) -> Prediction:
         """What vLLM-Omni's guidance mixin calls; see `combine_branches`."""
-        return self.combine_branches(predictions, true_cfg_scale)
+        return self.combine_branches([_on_host(prediction) for prediction in predictions], true_cfg_scale)
+
+    def gather_and_combine_multi_branch_cfg_noise(
+        self, local: list[Prediction], true_cfg_scale: float | dict[str, float], num_branches: int
+    ) -> Prediction:
+        """As the parallel layer's, which gathers what it gets: host tensors."""
+        on_host = [_on_host(prediction) for prediction in local]
+        return super().gather_and_combine_multi_branch_cfg_noise(on_host, true_cfg_scale, num_branches)
 
     def _predict(
         self, latents: torch.Tensor, timestep: torch.Tensor, name: str, scale: float, trajectory: Trajectory
@@ -210,11 +228,17 @@ class Denoising(NeuronCFGParallelMixin, CFGParallelMixin, ProgressBarMixin, Deno
                 arguments.append({})
                 continue
             conditioning = self._conditioning(name, branch, trajectory)
-            inputs = self.model_inputs(latents, timestep, conditioning, trajectory)
+            inputs = self.to_device(self.model_inputs(latents, timestep, conditioning, trajectory))
             arguments.append({"current_model": getattr(self, name), "branch": branch, **inputs})
-        prediction = self.predict_noise_with_multi_branch_cfg(guided, scale, arguments)
+        prediction = _on_host(self.predict_noise_with_multi_branch_cfg(guided, scale, arguments))
         parts = tuple(part.float() for part in _as_tuple(prediction))
         return self.postprocess_prediction(parts if isinstance(prediction, tuple) else parts[0], latents, timestep)
+
+    def to_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """`inputs` with the tensors among its values on this rank's device, each of the dtype that it has."""
+        return {
+            name: value.to(self.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+        }
 
     def _conditioning(self, name: str, branch: str, trajectory: Trajectory) -> Any:
         key = (name, branch)
@@ -230,3 +254,7 @@ def _keep_conditioning(trajectory: Trajectory, names: Collection[str]) -> None:
 
 def _as_tuple(prediction: Prediction) -> tuple[torch.Tensor, ...]:
     return prediction if isinstance(prediction, tuple) else (prediction,)
+
+
+def _on_host(prediction: Prediction) -> Prediction:
+    return tuple(part.cpu() for part in prediction) if isinstance(prediction, tuple) else prediction.cpu()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
+from vllm_omni.diffusion.cancellation import check_request_cancellation
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.models.interface import SupportsComponentDiscovery
@@ -61,6 +62,8 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
     """
 
     supports_request_batch: ClassVar[bool] = False
+    # An aborted request ends before its next step, its decoding or its next output.
+    supports_request_cancellation: ClassVar[bool] = True
     # Context, CFG and VAE patch parallelism and CPU offload are this pipeline's own, not vLLM-Omni's.
     owns_parallelism: ClassVar[bool] = True
     # A warm-up at vLLM-Omni's 512×512 would compile graphs of a shape that nobody asked for.
@@ -95,7 +98,7 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
 
     @abstractmethod
     def encode_prompt(self, text: str, request: Any) -> Any:
-        """What a branch is conditioned on. Called once for a branch of a request, on every rank."""
+        """What a branch is conditioned on, on the device. Called once for a branch of a request, on every rank."""
 
     @abstractmethod
     def latent_shape(self, request: Any) -> tuple[int, ...]:
@@ -108,7 +111,7 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
         same methods.
 
         Args:
-            latents: float32, as `finish` leaves them.
+            latents: float32, as `finish` leaves them, on the host.
         """
         vae: Any = self.vae
         return vae.decode(vae.denormalize(latents), group=get_group("vae_patch"))
@@ -229,12 +232,12 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
         latents: torch.Tensor | None = None,
         number: int = 0,
     ) -> torch.Tensor:
-        """The initial noise of `latent_shape`, float32, the same on every rank: drawn whole, on the generator's device.
+        """The initial noise of `latent_shape`, float32 on the host, the same on every rank: drawn whole.
 
         Args:
             request: sizes and the seed, where the noise comes from one.
-            generator: the caller's: one that goes on from output to output, or one for each. Of a request with a seed
-                it is what the runner made of that, and only its device counts.
+            generator: the caller's: one that goes on from output to output, or one for each. Noise is drawn where it
+                is. Of a request with a seed it is what the runner made of that, and only its device counts.
             latents: the caller's own initial latents `[N, …]`, instead of drawn ones.
             number: of the output, from 0 to N − 1.
 
@@ -246,7 +249,7 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
             needed = [request.num_outputs_per_prompt, *shape[1:]]
             if list(latents.shape) != needed:
                 raise ValueError(f"latents have shape {list(latents.shape)}; this request needs {needed}")
-            return latents[number : number + 1].to(self.device, torch.float32)
+            return latents[number : number + 1].cpu().float()
         if isinstance(generator, list):
             generator = generator[number]
         elif request.seed is not None:
@@ -255,13 +258,14 @@ class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsCompone
         elif generator is None:
             raise ValueError("neither seed nor generator nor latents: ranks would draw different noise")
         noise = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
-        return noise.to(self.device)
+        return noise.cpu()
 
     def generate(self, noise: torch.Tensor, trajectory: Trajectory) -> torch.Tensor | None:
         """One output from its noise: `decode`'s or latents in the host's memory, float32; None where there is none."""
         with self.clock("denoise"):
             latents = self.diffuse(noise, trajectory)
         output: torch.Tensor | None = latents
+        check_request_cancellation()
         if trajectory.request.output_type != "latent" and self.decodes:
             with self.clock("vae"), collective_step("decoding"), self.vae_alone("decoding"):
                 output = self.decode(latents)

@@ -10,9 +10,7 @@ import torch
 FLOW_MATCHING = "FlowMatchEulerDiscreteScheduler"
 
 
-def flow_match_timesteps(
-    scheduler: Any, steps: int, *, tokens: int | None = None, device: torch.device | str = "cpu"
-) -> Any:
+def flow_match_timesteps(scheduler: Any, steps: int, *, tokens: int | None = None) -> Any:
     """Set the timesteps of a flow-matching scheduler: evenly spaced in sigma, from 1 to 1 / steps, before its shift.
 
     A scheduler with `use_dynamic_shifting` shifts them by μ, which is linear in the image's tokens (Esser et al. 2024,
@@ -23,7 +21,6 @@ def flow_match_timesteps(
         scheduler: diffusers' `FlowMatchEulerDiscreteScheduler`, new.
         steps: of the solver.
         tokens: of the image, where the scheduler shifts dynamically; else without effect.
-        device: of the timesteps.
 
     Returns:
         The scheduler, ready for the first step.
@@ -41,6 +38,6 @@ def flow_match_timesteps(
         fewest, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
         low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
         mu = low + (high - low) * (tokens - fewest) / (most - fewest)
-    scheduler.set_timesteps(sigmas=torch.linspace(1.0, 1 / steps, steps).tolist(), mu=mu, device=device)
+    scheduler.set_timesteps(sigmas=torch.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
     scheduler.set_begin_index(0)
     return scheduler
