@@ -128,11 +128,10 @@ class NeuronZImagePipeline(NeuronDiffusionPipeline):
             )
             ids, mask = tokenize(self.tokenizer, chat, request.max_sequence_length)
             states = self.text_encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
-            return states[-2], mask.sum(1)
+            features, rows = states[-2], states[-2].shape[1]
+            return F.pad(features, (0, 0, 0, padded_length(rows) - rows)), mask.sum(1)
 
-        features, length = on_output_rank(encode, self.device)
-        rows = features.shape[1]
-        return F.pad(features, (0, 0, 0, padded_length(rows) - rows)), length
+        return on_output_rank(encode, self.device)
 
     def condition_model(self, name: str, encoded: tuple[torch.Tensor, torch.Tensor], trajectory: Trajectory) -> Caption:
         """The refined caption, which is that of all steps."""
@@ -150,9 +149,7 @@ class NeuronZImagePipeline(NeuronDiffusionPipeline):
     def make_scheduler(self, request: ZImageRequest) -> Any:
         """The checkpoint's, which may shift its steps by the image's size."""
         rows, columns = _grid(request, self.checkpoint)
-        return flow_match_timesteps(
-            self.checkpoint.scheduler(), request.num_inference_steps, tokens=rows * columns, device=self.device
-        )
+        return flow_match_timesteps(self.checkpoint.scheduler(), request.num_inference_steps, tokens=rows * columns)
 
     def choose_model(self, timestep: float, request: ZImageRequest) -> tuple[str, float]:
         """The request's guidance until `cfg_truncation`, none from there on."""
