@@ -135,7 +135,7 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
         scheduler = self.checkpoint.scheduler()
         scheduler.set_shift(request.flow_shift)
         sigmas = np.linspace(1.0, 0.0, request.num_inference_steps + 1)[:-1]
-        scheduler.set_timesteps(sigmas=sigmas, device=self.device)
+        scheduler.set_timesteps(sigmas=sigmas)
         return scheduler
 
     def model_inputs(
