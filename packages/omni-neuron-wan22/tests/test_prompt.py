@@ -33,7 +33,7 @@ def test_without_ftfy_there_is_one_warning_and_the_rest_of_the_cleaning(
         assert clean_prompt("  a  &amp;lt;b&amp;gt;\n c ") == "a <b> c"
         clean_prompt("again")
     assert [record.getMessage() for record in caplog.records if "ftfy" in record.getMessage()] == [
-        "ftfy is not installed: mojibake in prompts is not mended (pip install 'omni-neuron-wan22[ftfy]')"
+        "ftfy is not installed: mojibake in prompts stays (uv pip install 'omni-neuron-wan22[ftfy]')"
     ]
 
 

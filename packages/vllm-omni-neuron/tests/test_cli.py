@@ -156,7 +156,7 @@ def test_versions_outside_the_declared_bounds(healthy: pytest.MonkeyPatch) -> No
     checks.check_packages(report)
     [problem] = report.problems
     assert problem == (
-        "vllm-omni-neuron needs vllm-omni<0.31,>=0.30, and 0.31.1 is installed; pip install 'vllm-omni<0.31,>=0.30'"
+        "vllm-omni-neuron needs vllm-omni<0.31,>=0.30, and 0.31.1 is installed; uv pip install 'vllm-omni<0.31,>=0.30'"
     )
 
 
@@ -242,7 +242,7 @@ def test_doctor_and_models_name_faults_between_packages_and_show_the_rest(tmp_pa
     faults = {
         "broken-video 1.2": "RuntimeError: no such accelerator",
         "future-video 1.2": "needs omni-neuron-runtime>=9, and ",
-        "lacks-video 1.2": "needs no-such-lib, and it is not installed; pip install 'no-such-lib'",
+        "lacks-video 1.2": "needs no-such-lib, and it is not installed; uv pip install 'no-such-lib'",
         "'gone:SPEC' of lacks-video": "No module named 'gone'",
     }
 
@@ -262,7 +262,7 @@ def test_doctor_and_models_name_faults_between_packages_and_show_the_rest(tmp_pa
     assert "SystemExit" not in shown.stdout, "a package for another SDK was imported"
     for text in (
         *faults.values(),
-        "pip install --upgrade future-video omni-neuron-runtime",
+        "uv pip install --upgrade future-video omni-neuron-runtime",
         "Good Video 1",
         "TP, CFG ≤ 2",
         "good.pipeline.Good",

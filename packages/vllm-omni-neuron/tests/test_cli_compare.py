@@ -142,4 +142,4 @@ def test_wrong_usage(videos, tmp_path):
 def test_without_a_library(videos, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "skimage.metrics", None)
     result = compare(videos["red"], videos["red"], "-o", tmp_path / "page.html")
-    assert result.exit_code == 1 and "pip install 'vllm-omni-neuron[compare]'" in result.stderr
+    assert result.exit_code == 1 and "uv pip install 'vllm-omni-neuron[compare]'" in result.stderr

@@ -70,4 +70,4 @@ def test_a_file_that_is_no_video(tmp_path):
 def test_without_the_testkit(video, monkeypatch):
     monkeypatch.setitem(sys.modules, "omni_neuron_testkit", None)
     result = judge(video)
-    assert result.exit_code == 1 and "pip install omni-neuron-testkit" in result.stderr
+    assert result.exit_code == 1 and "uv pip install omni-neuron-testkit" in result.stderr

@@ -54,7 +54,7 @@ def test_without_copier_it_says_what_to_install(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "copier", None)
     result = new_model("acme-video", "--output", tmp_path / "acme")
     assert result.exit_code == 1
-    assert "pip install 'vllm-omni-neuron[template]'" in result.stderr.replace("\n", " ")
+    assert "uv pip install 'vllm-omni-neuron[template]'" in result.stderr.replace("\n", " ")
     assert not (tmp_path / "acme").exists()
 
 

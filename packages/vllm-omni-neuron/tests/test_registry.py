@@ -153,7 +153,7 @@ def test_a_package_for_another_sdk_is_not_imported(
     assert model.status == "failed"
     assert model.reason == (
         f"needs vllm-omni-neuron<2,>=1, and {__version__} is installed; "
-        "pip install --upgrade future-toy vllm-omni-neuron"
+        "uv pip install --upgrade future-toy vllm-omni-neuron"
     )
     assert f"of future-toy 1.2 in group vllm_omni_neuron.models is left out: {model.reason}" in caplog.text
 
@@ -166,7 +166,7 @@ def test_a_registry_for_another_sdk_says_so(install: Callable[..., None], caplog
     assert model.status == "failed"
     assert "future-toy 1.2" in model.reason
     assert "its SDK is 2, and this vllm-omni-neuron has the model SDK 1" in model.reason
-    assert "pip install --upgrade future-toy vllm-omni-neuron" in model.reason
+    assert "uv pip install --upgrade future-toy vllm-omni-neuron" in model.reason
     assert model.reason in caplog.text
 
 
@@ -182,7 +182,7 @@ def test_a_requirement_that_is_not_met_is_named_and_the_model_stays(
     assert model.status == "registered"
     for part in ("needs no-such-lib>=2, and it is not installed", "needs typer<0.1, and ", "is installed; "):
         assert part in problem
-    assert problem.endswith("pip install 'no-such-lib>=2' 'typer<0.1'")
+    assert problem.endswith("uv pip install 'no-such-lib>=2' 'typer<0.1'")
     assert f"of acme-toy 1.2 in group vllm_omni_neuron.models: {problem}" in caplog.text
 
 
@@ -193,18 +193,19 @@ def test_a_requirement_that_is_not_met_is_named_and_the_model_stays(
             ("no-such-lib",),
             "import no_such_lib",
             "ModuleNotFoundError: No module named 'no_such_lib': acme-toy needs no-such-lib, and it is not installed; "
-            "pip install 'no-such-lib'",
+            "uv pip install 'no-such-lib'",
         ),
         (
             (),
             "import no_such_lib",
             "ModuleNotFoundError: No module named 'no_such_lib': acme-toy does not require what provides no_such_lib; "
-            "pip install that",
+            "uv pip install that",
         ),
         (
             (),
             "from vllm_omni_neuron.sdk import no_such_name",
-            f": it is not written for vllm-omni-neuron {__version__}; pip install --upgrade acme-toy vllm-omni-neuron",
+            f": it is not written for vllm-omni-neuron {__version__}; "
+            "uv pip install --upgrade acme-toy vllm-omni-neuron",
         ),
         ((), "raise RuntimeError('no luck')", "RuntimeError: no luck"),
     ],

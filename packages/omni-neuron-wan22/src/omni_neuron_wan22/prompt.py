@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def _has_ftfy() -> bool:
     if importlib.util.find_spec("ftfy") is not None:
         return True
-    logger.warning("ftfy is not installed: mojibake in prompts is not mended (pip install 'omni-neuron-wan22[ftfy]')")
+    logger.warning("ftfy is not installed: mojibake in prompts stays (uv pip install 'omni-neuron-wan22[ftfy]')")
     return False
 
 

@@ -259,7 +259,7 @@ def _check_sdk(provider: runtime.Provider, registry: Any) -> None:
     if sdk != SDK_VERSION[0]:
         raise MalformedEntryError(
             f"{provider}: its SDK is {sdk!r}, and this vllm-omni-neuron has the model SDK {SDK_VERSION[0]}; "
-            f"pip install --upgrade {provider.distribution} vllm-omni-neuron"
+            f"uv pip install --upgrade {provider.distribution} vllm-omni-neuron"
         )
 
 

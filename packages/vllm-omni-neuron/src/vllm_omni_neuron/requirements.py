@@ -80,8 +80,8 @@ def how_to_meet(distribution: str, unmet: list[Unmet]) -> str:
     """The command that meets them: an SDK of another version goes together with the package that needs it."""
     of_sdk = [one.name for one in unmet if one.of_sdk]
     if of_sdk:
-        return f"pip install --upgrade {' '.join([distribution, *of_sdk])}"
-    return "pip install " + " ".join(f"'{one.requirement}'" for one in unmet)
+        return f"uv pip install --upgrade {' '.join([distribution, *of_sdk])}"
+    return "uv pip install " + " ".join(f"'{one.requirement}'" for one in unmet)
 
 
 def why_import_failed(distribution: str, error: BaseException) -> str:
@@ -100,10 +100,10 @@ def why_import_failed(distribution: str, error: BaseException) -> str:
         theirs = canonicalize_name(package)
         return (
             f"{said}: it is not written for {theirs} {installed_version(theirs)}; "
-            f"pip install --upgrade {distribution} {theirs}"
+            f"uv pip install --upgrade {distribution} {theirs}"
         )
     if unmet:
         return f"{said}: {distribution} {'; '.join(map(str, unmet))}; {how_to_meet(distribution, unmet)}"
     if isinstance(error, ModuleNotFoundError) and package and importlib.util.find_spec(package) is None:
-        return f"{said}: {distribution} does not require what provides {package}; pip install that"
+        return f"{said}: {distribution} does not require what provides {package}; uv pip install that"
     return said

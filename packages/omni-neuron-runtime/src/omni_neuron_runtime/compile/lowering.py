@@ -57,7 +57,7 @@ def import_graph(graph: fx.GraphModule, name: str) -> ImportedGraph:
         import torch_mlir.fx  # noqa: F401 - `raw_text` needs it
     except ImportError as error:
         raise CompileError(
-            f"{name}: neuron_stablehlo needs torch-mlir, which does not import ({error}); pip install "
+            f"{name}: neuron_stablehlo needs torch-mlir, which does not import ({error}); uv pip install "
             f"'omni-neuron-runtime[stablehlo]' (Python 3.11), or take neuron_check, which needs torch only"
         ) from error
     plain = fx.GraphModule(graph, fx.Graph())

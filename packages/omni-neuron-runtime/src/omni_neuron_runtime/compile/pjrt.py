@@ -44,7 +44,7 @@ def check_installed(name: str) -> None:
         _jaxlib()
     except ImportError as error:
         raise CompileError(
-            f"{name}: neuron_stablehlo needs jax and jaxlib, which do not import ({error}); pip install "
+            f"{name}: neuron_stablehlo needs jax and jaxlib, which do not import ({error}); uv pip install "
             f"'omni-neuron-runtime[stablehlo]', or take neuron_check, which needs torch only"
         ) from error
 

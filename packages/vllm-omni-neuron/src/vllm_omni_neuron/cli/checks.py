@@ -189,7 +189,7 @@ def check_models(report: Report) -> list[dict[str, Any]]:
     )
     if not any(row["status"] == "registered" for row in rows):
         report.notes.append(
-            "no model package can be used: `generate` has nothing to run; pip install omni-neuron-wan22"
+            "no model package can be used: `generate` has nothing to run; uv pip install omni-neuron-wan22"
         )
     return rows
 

@@ -92,7 +92,7 @@ def compare(
 
 
 def _fail_without_extra(error: ModuleNotFoundError) -> Any:
-    fail(f"compare needs {error.name}, which is not installed; pip install 'vllm-omni-neuron[compare]'")
+    fail(f"compare needs {error.name}, which is not installed; uv pip install 'vllm-omni-neuron[compare]'")
 
 
 def _read_videos(a: Path, b: Path) -> VideoPair:

@@ -33,7 +33,7 @@ def judge(
     except ModuleNotFoundError as error:
         if error.name != "omni_neuron_testkit":
             raise
-        fail("the judge is part of omni-neuron-testkit, which is not installed; pip install omni-neuron-testkit")
+        fail("the judge is part of omni-neuron-testkit, which is not installed; uv pip install omni-neuron-testkit")
 
     if strict and prompt is None:
         raise typer.BadParameter("there is nothing to hold the video to; give --prompt", param_hint="--strict")

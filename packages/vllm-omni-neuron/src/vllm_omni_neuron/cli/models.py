@@ -34,7 +34,7 @@ def models(
     if json_:
         print_json(found)
     elif not found:
-        out().print("no model package is installed; pip install omni-neuron-wan22 brings Wan2.2", markup=False)
+        out().print("no model package is installed; uv pip install omni-neuron-wan22 brings Wan2.2", markup=False)
     else:
         _print(found)
     if any(model["status"] == "failed" or model["problems"] for model in found):

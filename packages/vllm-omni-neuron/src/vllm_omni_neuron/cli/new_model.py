@@ -52,7 +52,7 @@ def new_model(
 ) -> None:
     """Make a model package: a distribution with a small model, its tiny checkpoint and its conformance test.
 
-    It can be installed, run and tested at once; replace the model by yours, part by part. Needs copier: pip install
+    It can be installed, run and tested at once; replace the model by yours, part by part. Needs copier: uv pip install
     'vllm-omni-neuron[template]'. Exit codes: 0 done, 2 wrong usage.
     """
     folder = Path(name) if output is None else output
@@ -63,11 +63,11 @@ def new_model(
     except ModuleNotFoundError as error:
         if error.name != "copier":
             raise
-        fail("new-model needs copier, which is not installed; pip install 'vllm-omni-neuron[template]'")
+        fail("new-model needs copier, which is not installed; uv pip install 'vllm-omni-neuron[template]'")
     files = sum(path.is_file() for path in folder.rglob("*"))
     out().print(
         f"made {folder}: {files} files. Next:\n"
-        f"  pip install --editable '{folder.resolve()}[test]'\n"
+        f"  uv pip install --editable '{folder.resolve()}[test]'\n"
         f"  VLLM_NEURON_CPU_MODE=1 pytest {folder}/tests\n"
         f"{folder}/README.md says what is where.",
         markup=False,
