@@ -123,6 +123,7 @@ def test_settings_of_the_models_own_are_looked_up_in_order() -> None:
         ({"guidance_scale_2": -1.0}, r"guidance_scale_2 = -1.0: a number of at least 0"),
         ({"guidance_scale": float("nan")}, "guidance_scale = nan"),
         ({"height": 15}, "height = 15: the smallest size is 16 pixels"),
+        ({"generator_device": "neuron:0"}, "generator_device = 'neuron:0': valid values are cpu"),
         ({"output_type": "gif"}, "output_type = 'gif': valid values are np, pt, pil, latent"),
         (
             {"prompt": {"prompt": "x", "multi_modal_data": {"image": object()}}},

@@ -156,10 +156,13 @@ def resolve_request(prompt: Any, sampling_params: Any, rules: RequestRules) -> G
         A `rules.request_class`.
 
     Raises:
-        RequestError: an empty prompt, a size or count below 1, an unknown output type, an image that the model does not
-            take or none where it needs one, a setting of the model's own that its check refuses.
+        RequestError: an empty prompt, a size or count below 1, an unknown output type, a `generator_device` other than
+            the host, where noise is drawn, an image that the model does not take or none where it needs one, a setting
+            of the model's own that its check refuses.
     """
     text, negative = _prompts(prompt)
+    # Checked here, where it is an error of the request; torch would refuse it in the workers, on every rank.
+    check_choice("generator_device", getattr(sampling_params, "generator_device", None) or "cpu", choices=("cpu",))
     media = _media(prompt, rules)
     extra = getattr(sampling_params, "extra_args", None) or {}
     found = _Lookup()
