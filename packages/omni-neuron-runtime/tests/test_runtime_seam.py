@@ -7,6 +7,7 @@ raises TypeError. They prove that the seam calls what was recorded, not that the
 """
 
 import importlib.machinery
+import os
 import sys
 import types
 
@@ -18,6 +19,8 @@ from omni_neuron_runtime import (
     KernelOp,
     NeuronPackageError,
     autoload_problem,
+    check_logical_cores,
+    compile_backend_name,
     device_count,
     devices,
     env,
@@ -30,6 +33,7 @@ from omni_neuron_runtime import (
     platform_target,
     register_kernel_op,
     register_process_group_replica_groups,
+    synchronize,
 )
 from omni_neuron_runtime.compile import kernel_ops
 
@@ -53,7 +57,8 @@ def _install(monkeypatch, name, **attributes):
 @pytest.fixture(autouse=True)
 def _on_a_device(monkeypatch, tmp_path):
     for name in env.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # some are written: this takes them back
+        monkeypatch.delenv(name)
     (tmp_path / "neuron0").touch()
     monkeypatch.setattr(devices, "DEVICE_GLOB", str(tmp_path / "neuron*"))
 
@@ -98,14 +103,17 @@ def lite(monkeypatch, calls):
 
 @pytest.fixture
 def vllm_neuron(monkeypatch, calls):
-    """Recorded: `envs.get_compile_backend_name()`, `envs.get_dist_backend()`,
-    `vllm.platform.NeuronPlatform.set_device_count(n)`."""
+    """Recorded: `envs.get_compile_backend_name()`, `envs.get_dist_backend()`, which depend on
+    `VLLM_NEURON_BACKEND == "neuron_native"` alone, and `vllm.platform.NeuronPlatform.set_device_count(n)`."""
+
+    def is_native_backend() -> bool:
+        return os.environ.get("VLLM_NEURON_BACKEND") == "neuron_native"
 
     def get_compile_backend_name() -> str:
-        return "neuron_libtorch"
+        return "neuron_native_lite" if is_native_backend() else "neuron_libtorch"
 
     def recorded_dist_backend() -> str:
-        return "cpu:gloo,neuron:neuron"
+        return "cpu:gloo,neuron:neuron" if is_native_backend() else "gloo"
 
     class NeuronPlatform:
         @classmethod
@@ -184,25 +192,91 @@ def test_lites_memory_table_comes_before_ours(lite):
     assert hbm_bytes_per_core("trn3") == 36 * 2**30
 
 
-def test_vllm_neuron_beside_lite(lite, vllm_neuron, calls):
+@pytest.mark.parametrize("chosen", ["", "neuron", "neuron_native"])
+def test_both_packages_take_the_native_route_by_every_name(chosen, lite, vllm_neuron, calls, monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_NEURON_BACKEND", chosen)
+    assert compile_backend_name() == "neuron_native"
+    assert calls == [] and os.environ["VLLM_NEURON_BACKEND"] == chosen, "asking for the name does nothing"
     assert get_dist_backend() == "cpu:gloo,neuron:neuron"
     assert calls == []
     assert get_compile_backend() == "neuron_native_lite"
     assert calls == ["register"]
+    assert os.environ["VLLM_NEURON_BACKEND"] == "neuron_native"
+    assert os.environ["VLLM_NEURON_LIBTORCH_NEURONX_LITE"] == "1"
+    assert not caplog.records
+    monkeypatch.setenv("VLLM_NEURON_LIBTORCH_NEURONX_LITE", "0")
+    with pytest.raises(EnvironmentVariableError, match="VLLM_NEURON_LIBTORCH_NEURONX_LITE=0 rules out the native"):
+        get_dist_backend()
+
+
+def test_the_xla_route_beside_lite(lite, vllm_neuron, calls, monkeypatch, caplog):
+    monkeypatch.setattr(kernel_ops, "_ops", {})
+
+    def triple(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    def quadruple(x: torch.Tensor) -> torch.Tensor:
+        return x * 4
+
+    register_kernel_op(KernelOp("seam_xla.triple", triple, torch.empty_like, triple, lambda: "1"))
+    assert not hasattr(torch.ops.seam_xla, "triple")
+    monkeypatch.setenv("VLLM_NEURON_BACKEND", "vllm_neuron")
+    assert get_dist_backend() == "gloo"
+    assert get_compile_backend() == "neuron_libtorch"
+    assert "deprecated XLA route" in caplog.text and "--optimization-level" in caplog.text
+    assert not os.environ.get("VLLM_NEURON_LIBTORCH_NEURONX_LITE")
+    register_kernel_op(KernelOp("seam_xla.quadruple", quadruple, torch.empty_like, quadruple, lambda: "1"))
+    ones = torch.ones(1)
+    assert (torch.ops.seam_xla.triple(ones).item(), torch.ops.seam_xla.quadruple(ones).item()) == (3, 4)
+    assert calls == [], "Lite has no part in it"
 
 
 def test_vllm_neuron_alone(vllm_neuron):
+    assert compile_backend_name() == "vllm_neuron"
     assert get_compile_backend() == "neuron_libtorch"
+    assert get_dist_backend() == "gloo"
 
 
-def test_the_backends_of_a_device_by_name(lite, vllm_neuron, monkeypatch, caplog):
-    for name in ("neuron_native", "neuron"):
-        monkeypatch.setenv("VLLM_NEURON_BACKEND", name)
-        assert get_compile_backend() == "neuron_native_lite"
+def test_a_distributed_backend_without_device_tensors_is_refused(lite, vllm_neuron, monkeypatch):
+    monkeypatch.setattr(sys.modules["vllm_neuron.envs"], "get_dist_backend", lambda: "gloo")
+    with pytest.raises(NeuronPackageError, match="names the distributed backend 'gloo' for the native route"):
+        get_dist_backend()
+
+
+def test_running_a_graph_that_did_not_compile_is_warned_of(lite, monkeypatch, caplog):
+    monkeypatch.setenv("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1")
+    get_compile_backend()
     assert not caplog.records
-    monkeypatch.setenv("VLLM_NEURON_BACKEND", "vllm_neuron")
-    assert get_compile_backend() == "neuron_libtorch"
-    assert "deprecated XLA route" in caplog.text and "--optimization-level" in caplog.text
+    monkeypatch.setenv("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "0")
+    get_compile_backend()
+    assert "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION=0" in caplog.text
+
+
+def test_waiting_for_the_device_where_torch_can(monkeypatch):
+    monkeypatch.delattr(torch, "neuron", raising=False)
+    synchronize()
+    monkeypatch.setattr(torch, "neuron", types.SimpleNamespace(), raising=False)
+    synchronize()
+    waited = []
+    torch.neuron.synchronize = lambda: waited.append(True)
+    synchronize()
+    assert waited == [True]
+
+
+@pytest.mark.parametrize(("target", "size", "valid"), [("trn2", 1, False), ("trn3", 4, False), ("inf2", 1, True)])
+def test_logical_cores_of_another_size(target, size, valid, lite, monkeypatch):
+    check_logical_cores()
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    check_logical_cores()
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", target)
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", str(size))
+    if valid:
+        check_logical_cores()
+    else:
+        with pytest.raises(EnvironmentVariableError, match=f"={size} is not supported on {target}: valid is 2"):
+            check_logical_cores()
+        monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "1")
+        check_logical_cores()
 
 
 @pytest.mark.parametrize("name", ["neuron_native", "neuron", "vllm_neuron"])
@@ -230,6 +304,10 @@ def test_torch_neuronx_beside_lite(lite, monkeypatch):
     with pytest.raises(NeuronPackageError, match="TORCH_DEVICE_BACKEND_AUTOLOAD=0") as error:
         initialize_device_runtime(0, 1)
     assert str(error.value) == autoload_problem()
+    assert "NEURON_RT_VISIBLE_CORES" not in os.environ
+    for call in (get_compile_backend, device_count):
+        with pytest.raises(NeuronPackageError, match="TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+            call()
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert autoload_problem() is None
 
@@ -265,6 +343,14 @@ def test_an_undetectable_chip(lite, monkeypatch):
     _install(monkeypatch, "libtorch_neuronx_lite.compile.platform", get_platform_target=get_platform_target)
     with pytest.raises(NeuronPackageError, match="no metadata service; NEURON_PLATFORM_TARGET_OVERRIDE"):
         platform_target()
+
+
+def test_a_package_that_fails_while_it_is_imported_is_named(monkeypatch, tmp_path):
+    (tmp_path / "libtorch_neuronx_lite").mkdir()
+    (tmp_path / "libtorch_neuronx_lite" / "__init__.py").write_text("raise RuntimeError('backend fallback')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(NeuronPackageError, match=r"libtorch_neuronx_lite unknown failed .*RuntimeError: backend fallb"):
+        get_compile_backend()
 
 
 def test_a_placeholder_package_is_named(monkeypatch):

@@ -19,7 +19,7 @@ TIMEOUT = "OMNI_NEURON_COMPILE_TIMEOUT_S"
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (PAGE, TIMEOUT):
+    for name in (*BASE_PROFILE.variables, TIMEOUT):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -27,9 +27,19 @@ def test_a_packages_own_value_goes_before_the_bases_and_is_named() -> None:
     merged = merge_profiles(
         BASE_PROFILE, EnvironmentProfile("acme", {PAGE: "1024", TIMEOUT: "14400"}), EnvironmentProfile("x", {"X": "1"})
     )
-    assert merged.variables == {PAGE: "1024", TIMEOUT: "14400", "X": "1"}
-    assert merged.sources == {PAGE: "acme", TIMEOUT: "acme", "X": "x"}
+    assert merged.variables == {**BASE_PROFILE.variables, PAGE: "1024", TIMEOUT: "14400", "X": "1"}
+    assert merged.sources == {**dict.fromkeys(BASE_PROFILE.variables, "base"), PAGE: "acme", TIMEOUT: "acme", "X": "x"}
     assert [str(conflict) for conflict in merged.conflicts] == [f"{PAGE}=1024 (acme) in place of 2048 (base)"]
+
+
+def test_the_base_is_what_the_contract_of_neurons_packages_asks_for() -> None:
+    assert BASE_PROFILE.variables == {
+        "NEURON_LOGICAL_NC_CONFIG": "2",
+        PAGE: "2048",
+        "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1",
+        "TORCH_NEURONX_VOCAB_SHARDING_SPMD_DISABLE": "1",
+        "VLLM_NEURON_DISABLE_GRAPH_CAPTURE_BACKEND": "1",
+    }
 
 
 def test_two_packages_that_disagree_are_named_with_both_values() -> None:
@@ -60,7 +70,8 @@ def test_workers_get_the_models_environment_and_the_users_value_wins(
     monkeypatch.setattr(environment, "registered_model", lambda architecture: model)
     monkeypatch.setenv(TIMEOUT, "600")
     profile = environment.profile_of("AcmePipeline")
-    assert environment.resolve(profile) == [
+    own = [variable for variable in environment.resolve(profile) if variable.source != "base"]
+    assert own == [
         environment.Variable(PAGE, "1024", "acme-video"),
         environment.Variable(TIMEOUT, "600", "user", replaced="14400"),
     ]

@@ -334,6 +334,14 @@ def test_world_size_against_all_devices(monkeypatch: pytest.MonkeyPatch) -> None
         preflight.check_world_size(configuration(8, tensor_parallel_size=4, cfg_parallel_size=2))
 
 
+def test_logical_cores_of_another_size_are_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_NEURON_CPU_MODE")
+    for name, value in (("PLATFORM_TARGET_OVERRIDE", "trn2"), ("VISIBLE_DEVICES", "0"), ("LOGICAL_NC_CONFIG", "1")):
+        monkeypatch.setenv(f"NEURON_{name}", value)
+    with pytest.raises(ValueError, match="NEURON_LOGICAL_NC_CONFIG=1 is not supported on trn2: valid is 2"):
+        preflight.check_world_size(configuration(1))
+
+
 @pytest.mark.parametrize("name", ["pipeline_parallel_size", "data_parallel_size"])
 def test_axes_without_a_layout_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} 2 is not supported"):

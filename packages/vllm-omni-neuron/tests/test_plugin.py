@@ -7,6 +7,8 @@ import logging
 import os
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 from importlib import metadata
 
 import pytest
@@ -81,6 +83,27 @@ def test_vllm_neuron_answers_for_vllm_where_it_is_installed(
     monkeypatch.setattr(metadata, "entry_points", lambda **_: [theirs])
     monkeypatch.setattr(metadata.EntryPoint, "load", lambda _self: lambda: "theirs")
     assert plugin.neuron_platform_plugin() == answer
+
+
+def test_the_native_route_is_in_the_environment_before_vllm_neuron_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm_neuron takes the XLA route, with gloo alone, unless VLLM_NEURON_BACKEND is neuron_native."""
+    names = ("VLLM_NEURON_BACKEND", "VLLM_NEURON_LIBTORCH_NEURONX_LITE")
+    for name in names:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setitem(sys.modules, "libtorch_neuronx_lite", types.ModuleType("libtorch_neuronx_lite"))
+    monkeypatch.delenv("VLLM_NEURON_CPU_MODE")
+    theirs = metadata.EntryPoint("neuron", "vllm_neuron:plugin", "vllm.platform_plugins")
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: [theirs])
+    seen: list[str] = []
+
+    def load(_self: metadata.EntryPoint) -> Callable[[], str]:
+        seen.extend(os.environ[name] for name in names)
+        return lambda: "theirs"
+
+    monkeypatch.setattr(metadata.EntryPoint, "load", load)
+    assert plugin.neuron_platform_plugin() == "theirs"
+    assert seen == ["neuron_native", "1"]
 
 
 def test_importing_vllm_starts_no_build_of_cuda_kernels(monkeypatch: pytest.MonkeyPatch, cpu_mode: None) -> None:

@@ -231,8 +231,11 @@ def test_compilation_is_refused_where_the_platform_would_compile(
 ) -> None:
     from vllm_omni_neuron.sdk import engine_checks
 
-    monkeypatch.setattr(engine_checks.current_omni_platform, "get_compile_backend", lambda: "stablehlo", raising=False)
-    with pytest.raises(ModelConfigError, match=r"compilation with 'stablehlo' \(enforce_eager = True .* a drawing"):
+    # No platform's backend is made ready for this: that starts the device, in a process that has no core.
+    platform = engine_checks.runtime.seam
+    monkeypatch.setattr(platform, "register_lite_backend", lambda: pytest.fail("registered by a check"))
+    monkeypatch.delenv("VLLM_NEURON_CPU_MODE")
+    with pytest.raises(ModelConfigError, match=r"compilation with 'neuron_native' \(enforce_eager = True .* a draw"):
         check_engine_config(config(tmp_path), Drawing)
     check_engine_config(config(tmp_path, enforce_eager=True), Drawing)
     check_engine_config(config(tmp_path), Able)

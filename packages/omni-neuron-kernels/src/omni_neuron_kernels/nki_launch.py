@@ -8,14 +8,21 @@ from typing import Any
 
 import torch
 
-CORES = 2  # NeuronCores of a logical one, the default of trn2 and trn3
+from omni_neuron_runtime import CORES_OF_A_LOGICAL_CORE, check_logical_cores
+
+CORES = CORES_OF_A_LOGICAL_CORE  # the grid of every launch
 DTYPES = (torch.float32, torch.bfloat16)
 # What lies on chip at once, per partition, of trn2's 224 KiB; the rest is for tiles in flight.
 SBUF_BYTES = 192 * 1024
 
 
 def kernels_of(module: str) -> Any:
-    """A module of `nki_kernels`. They import `nki`, so this is for when a kernel is about to run."""
+    """A module of `nki_kernels`. They import `nki`, so this is for when a kernel is about to run.
+
+    Raises:
+        EnvironmentVariableError: NEURON_LOGICAL_NC_CONFIG says that a logical core is not `CORES` cores.
+    """
+    check_logical_cores()
     return importlib.import_module(f"omni_neuron_kernels.nki_kernels.{module}")
 
 

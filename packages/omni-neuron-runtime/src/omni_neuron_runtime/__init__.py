@@ -15,9 +15,11 @@ from omni_neuron_runtime.compile.paper import LoweredGraph, declared_world, lowe
 from omni_neuron_runtime.compile.pjrt import execute_on_all_ranks
 from omni_neuron_runtime.compile.progress import compiling_for
 from omni_neuron_runtime.compile.replica_groups import partition_of
-from omni_neuron_runtime.compile.selection import OWN_BACKENDS, get_compile_backend
+from omni_neuron_runtime.compile.selection import compile_backend_name, get_compile_backend
 from omni_neuron_runtime.devices import (
+    CORES_OF_A_LOGICAL_CORE,
     CPU_MODE_DEVICE_COUNT,
+    check_logical_cores,
     device_count,
     has_neuron_device,
     hbm_bytes_per_core,
@@ -36,6 +38,7 @@ from omni_neuron_runtime.providers import (
     discover_providers,
     distribution_precedence,
 )
+from omni_neuron_runtime.routes import OWN_BACKENDS, export_route
 from omni_neuron_runtime.seam import (
     NeuronPackageError,
     autoload_problem,
@@ -43,6 +46,7 @@ from omni_neuron_runtime.seam import (
     initialize_device_runtime,
     neuron_packages,
     register_process_group_replica_groups,
+    synchronize,
 )
 from omni_neuron_runtime.weights import (
     CheckpointError,
@@ -59,6 +63,7 @@ from omni_neuron_runtime.weights import (
 )
 
 __all__ = [
+    "CORES_OF_A_LOGICAL_CORE",
     "COUNTERS",
     "CPU_MODE_DEVICE_COUNT",
     "OWN_BACKENDS",
@@ -83,6 +88,8 @@ __all__ = [
     "TensorSlice",
     "__version__",
     "autoload_problem",
+    "check_logical_cores",
+    "compile_backend_name",
     "compile_errors",
     "compile_options",
     "compiling_for",
@@ -94,6 +101,7 @@ __all__ = [
     "env",
     "environment_defaults",
     "execute_on_all_ranks",
+    "export_route",
     "fork_server",
     "fused_qkv_weight_loader",
     "get_compile_backend",
@@ -115,5 +123,6 @@ __all__ = [
     "scaled_bias_loader",
     "set_weight_loader",
     "sharding_weight_loader",
+    "synchronize",
     "visible_cores",
 ]

@@ -9,7 +9,9 @@ from omni_neuron_runtime import env, seam
 from omni_neuron_runtime.core_ranges import parse_core_ranges
 
 __all__ = [
+    "CORES_OF_A_LOGICAL_CORE",
     "CPU_MODE_DEVICE_COUNT",
+    "check_logical_cores",
     "device_count",
     "has_neuron_device",
     "hbm_bytes_per_core",
@@ -25,6 +27,10 @@ DEVICE_GLOB = "/dev/neuron*"
 # In CPU mode a "core" is a process, so any parallel size can be tried and no number is the true one. 64 is the largest
 # node that is documented (trn2.48xlarge at two physical cores a logical one). It must not be 0: callers divide by it.
 CPU_MODE_DEVICE_COUNT = 64
+
+# Physical NeuronCores of a logical one, NEURON_LOGICAL_NC_CONFIG: what kernels are launched on, and one rank's share.
+CORES_OF_A_LOGICAL_CORE = 2
+_TARGETS_WITH_LOGICAL_CORES = ("trn2", "trn3")
 
 # GiB of device memory that one rank owns. Chip totals are 32 (two cores) and 96 and 144 (eight physical cores, used in
 # pairs, hence four ranks); the figures of the chips are the vendor's, the division is ours.
@@ -87,6 +93,26 @@ def platform_target() -> str:
     if override is not None:
         return override
     return "cpu" if is_cpu_mode() else seam.platform_target()
+
+
+def check_logical_cores() -> None:
+    """Refuse logical cores of another size than `CORES_OF_A_LOGICAL_CORE`, on the chips that have them.
+
+    The chip is asked for only where the variable holds another value.
+
+    Raises:
+        EnvironmentVariableError: NEURON_LOGICAL_NC_CONFIG is not 2 on a trn2 or trn3.
+        NeuronPackageError: it is not 2, and Lite is not there or cannot tell the chip.
+    """
+    size = env.get("NEURON_LOGICAL_NC_CONFIG")
+    if size == CORES_OF_A_LOGICAL_CORE or is_cpu_mode():
+        return
+    target = platform_target()
+    if target in _TARGETS_WITH_LOGICAL_CORES:
+        raise env.EnvironmentVariableError(
+            f"NEURON_LOGICAL_NC_CONFIG={size} is not supported on {target}: valid is {CORES_OF_A_LOGICAL_CORE}, for "
+            f"which kernels, the memory of a rank and the physical mesh are made"
+        )
 
 
 def hbm_bytes_per_core(target: str) -> int:

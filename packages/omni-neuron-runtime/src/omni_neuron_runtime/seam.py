@@ -9,15 +9,14 @@ one of the names is missing, the error is one line that says which.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
-import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
 from omni_neuron_runtime import env
 from omni_neuron_runtime.compile.replica_groups import check_covers, register_partition
+from omni_neuron_runtime.routes import device_route, export_route, installed
 
 _DISTRIBUTIONS = {"vllm_neuron": "vllm-neuron", "libtorch_neuronx_lite": "libtorch-neuronx-lite", "nki": "nki"}
 
@@ -70,7 +69,7 @@ def autoload_problem() -> str | None:
     torch-neuronx and Lite both claim PrivateUse1. With both installed, torch's autoloading takes the first, and Lite
     then fails with a message about backend fallbacks for PrivateUse1 that names neither.
     """
-    both = _installed("libtorch_neuronx_lite") and _installed("torch_neuronx")
+    both = installed("libtorch_neuronx_lite") and installed("torch_neuronx")
     if not both or env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         return None
     return (
@@ -81,17 +80,26 @@ def autoload_problem() -> str | None:
 
 
 def get_dist_backend() -> str:
-    """Backend of `torch.distributed`: gloo in CPU mode, else what `vllm_neuron.envs.get_dist_backend()` says.
+    """Backend of `torch.distributed` on the route that graphs take: gloo in CPU mode, else what `vllm_neuron` says.
 
     Raises:
-        NeuronPackageError: not in CPU mode, and neither vllm_neuron nor Lite is installed.
+        NeuronPackageError: the route's package is not installed, or vllm_neuron names no backend for device tensors.
     """
-    if env.get("VLLM_NEURON_CPU_MODE"):
+    route = device_route()
+    if route == "cpu":
         return "gloo"
-    if _installed("vllm_neuron"):
-        return str(_attribute("vllm_neuron.envs", "get_dist_backend")())
-    _require("libtorch_neuronx_lite")
-    return _LITE_DIST_BACKEND
+    if route == "native":
+        _require("libtorch_neuronx_lite")
+        if not installed("vllm_neuron"):
+            return _LITE_DIST_BACKEND
+    backend = str(_attribute("vllm_neuron.envs", "get_dist_backend")())
+    if route == "native" and "neuron" not in backend:
+        raise NeuronPackageError(
+            f"vllm_neuron {_version('vllm_neuron')} names the distributed backend {backend!r} for the native route, "
+            f"which has no collectives of device tensors: an incompatible version, or it was imported before "
+            f"VLLM_NEURON_BACKEND was neuron_native"
+        )
+    return backend
 
 
 def device_count() -> int:
@@ -114,7 +122,7 @@ def platform_target() -> str:
 
 def hbm_gigabytes() -> dict[str, int]:
     """Lite's own table: GiB of device memory for each platform target; empty without Lite."""
-    if not _installed("libtorch_neuronx_lite"):
+    if not installed("libtorch_neuronx_lite"):
         return {}
     return dict(_attribute("libtorch_neuronx_lite.compile.platform", "HBM_MEMORY_GB"))
 
@@ -137,13 +145,23 @@ def initialize_device_runtime(core: int, device_count: int) -> None:
     if env.get("VLLM_NEURON_CPU_MODE"):
         raise NeuronPackageError("VLLM_NEURON_CPU_MODE=1: there is no device runtime to initialise in CPU mode")
     _require("libtorch_neuronx_lite")
-    problem = autoload_problem()
-    if problem is not None:
-        raise NeuronPackageError(problem)
+    _check_autoload()
     os.environ["NEURON_RT_VISIBLE_CORES"] = str(core)
-    if _installed("vllm_neuron"):
+    if installed("vllm_neuron"):
         _attribute("vllm_neuron.vllm.platform", "NeuronPlatform").set_device_count(device_count)
     _import("libtorch_neuronx_lite")
+
+
+def synchronize() -> None:
+    """Wait for queued device work, where `torch.neuron` can.
+
+    Neither the module nor such a function of it is recorded: AWS's own platform waits for nothing.
+    """
+    import torch
+
+    wait = getattr(getattr(torch, "neuron", None), "synchronize", None)
+    if wait is not None:
+        wait()
 
 
 def register_process_group_replica_groups(group_name: str, groups: Sequence[Sequence[int]]) -> None:
@@ -161,19 +179,14 @@ def register_process_group_replica_groups(group_name: str, groups: Sequence[Sequ
         NeuronPackageError: Lite is installed but has no such registry.
     """
     register_partition(group_name, check_covers(group_name, groups))
-    if env.get("VLLM_NEURON_CPU_MODE") or not _installed("libtorch_neuronx_lite"):
+    if env.get("VLLM_NEURON_CPU_MODE") or not installed("libtorch_neuronx_lite"):
         return
     registry = _attribute("libtorch_neuronx_lite._compiler.distributed.mesh_registry", "_MESH_REGISTRY")
     registry[group_name] = [list(group) for group in groups]
 
 
-def _installed(module: str) -> bool:
-    # Not find_spec alone: it raises for a module that is loaded without a spec.
-    return module in sys.modules or importlib.util.find_spec(module) is not None
-
-
 def _version(module: str) -> str | None:
-    if not _installed(module):
+    if not installed(module):
         return None
     try:
         return metadata.version(_DISTRIBUTIONS[module])
@@ -182,23 +195,36 @@ def _version(module: str) -> str | None:
 
 
 def _require(module: str) -> None:
-    if not _installed(module):
+    if not installed(module):
         raise NeuronPackageError(
             f"{module} is not installed ({_DISTRIBUTIONS[module]} of the AWS Neuron SDK); VLLM_NEURON_CPU_MODE=1 runs "
             f"without it"
         )
 
 
+def _check_autoload() -> None:
+    problem = autoload_problem()
+    if problem is not None:
+        raise NeuronPackageError(problem)
+
+
 def _import(module: str) -> Any:
     package = module.partition(".")[0]
     _require(package)
+    if package == "libtorch_neuronx_lite" or device_route() == "native":  # vllm_neuron may import Lite there
+        _check_autoload()
+    export_route()
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        version = _version(package)
         raise NeuronPackageError(
-            f"{package} {version} is installed but {module} does not import ({error}): a placeholder or an "
+            f"{package} {_version(package)} is installed but {module} does not import ({error}): a placeholder or an "
             f"incompatible version"
+        ) from error
+    # Lite registers a device with torch while it is imported, and whatever that raises names no package.
+    except Exception as error:
+        raise NeuronPackageError(
+            f"{package} {_version(package)} failed while {module} was imported: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -19,6 +19,12 @@ _CLIP = ComponentSpec(
     optional=True,
     host=True,
 )
+# As AWS's profile of Wan2.2 has them; a compiler or a device saw neither here. docs/environment.md says what they are.
+_ENVIRONMENT = {
+    "NEURON_RT_DBG_CC_DMA_PACKET_SIZE": "2048",
+    "NEURON_RT_DBG_INTRA_RDH_CHANNEL_BUFFER_SIZE": "167772160",
+    "VLLM_NEURON_COMPILATION_TIMEOUT": "1800",
+}
 _PLANNING, _LOWERING = "omni_neuron_wan22.planning", "omni_neuron_wan22.lowering"
 
 T2V = ModelSpec(
@@ -51,6 +57,7 @@ T2V = ModelSpec(
         "wan22-ti2v-5b": f"{_LOWERING}:ti2v_5b",
         "": f"{_LOWERING}:from_checkpoint",
     },
+    environment=_ENVIRONMENT,
 )
 
 _I2V_FEATURES: dict[Feature, bool | str] = {**T2V.features, "last_image_input": True}
@@ -64,4 +71,5 @@ I2V = ModelSpec(
     features=_I2V_FEATURES,
     plans={"wan22-i2v-a14b": f"{_PLANNING}:i2v_a14b", "": f"{_PLANNING}:from_checkpoint"},
     lowers={"wan22-i2v-a14b": f"{_LOWERING}:i2v_a14b", "": f"{_LOWERING}:from_checkpoint"},
+    environment=_ENVIRONMENT,
 )

@@ -115,6 +115,7 @@ def neuron_platform_plugin() -> str | None:
 
     if not runtime.is_active():
         return None
+    runtime.export_route()  # vllm_neuron, which may be imported next, reads it
     # vLLM depends on a library of CUDA kernels that, when imported, builds its launcher in two more Python processes:
     # for every worker again where there is no CUDA to build it with.
     os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")

@@ -26,9 +26,10 @@ def check_world_size(od_config: Any) -> None:
     """Compare the number of ranks with the cores that this process may use.
 
     Raises:
-        ValueError: fewer cores than ranks, a list of visible cores of another length than the number of ranks, or
-            ranks along an axis that has no place in the layout.
+        ValueError: fewer cores than ranks, a list of visible cores of another length than the number of ranks, ranks
+            along an axis that has no place in the layout, or logical cores of a size that is not supported.
     """
+    runtime.check_logical_cores()
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         size = getattr(od_config.parallel_config, name, 1)
         if size != 1:

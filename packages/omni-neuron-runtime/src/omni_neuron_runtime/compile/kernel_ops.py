@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from omni_neuron_runtime import env, seam
+from omni_neuron_runtime.routes import device_route, installed
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,22 @@ _waiting: list[KernelOp] = []
 def register_kernel_op(op: KernelOp) -> None:
     """Make an op known to torch and to the compile backends.
 
-    On a device with Lite it is torch's only once Lite registered its backend (`define_for_lite`): importing a kernel
-    library must not start the device.
+    On the native route with Lite it is torch's only once Lite registered its backend (`define_for_lite`): importing a
+    kernel library must not start the device.
 
     Raises:
         ValueError: there is one of that name, or the name has no namespace.
     """
-    namespace, _, name = op.name.partition(".")
+    _, _, name = op.name.partition(".")
     if not name or "." in name:
         raise ValueError(f"kernel op {op.name!r}: valid is namespace.name")
     if op.name in _ops:
         raise ValueError(f"kernel op {op.name!r} is registered already")
     _ops[op.name] = op
-    if env.get("VLLM_NEURON_CPU_MODE") or seam.neuron_packages()["libtorch_neuronx_lite"] is None:
-        torch.library.custom_op(f"{namespace}::{name}", op.run, mutates_args=()).register_fake(op.shapes)
-    else:
+    if device_route() == "native" and installed("libtorch_neuronx_lite"):
         _waiting.append(op)
+    else:
+        _define(op)
 
 
 def define_for_lite() -> None:
@@ -70,6 +71,18 @@ def define_for_lite() -> None:
     while _waiting:
         seam.nki_op(_waiting[0].name.replace(".", "::"), _waiting[0].run)
         del _waiting[0]
+
+
+def define_for_torch() -> None:
+    """Give the ops that wait to torch, for the XLA route, which was chosen after they were registered."""
+    while _waiting:
+        _define(_waiting[0])
+        del _waiting[0]
+
+
+def _define(op: KernelOp) -> None:
+    name = op.name.replace(".", "::")
+    torch.library.custom_op(name, op.run, mutates_args=()).register_fake(op.shapes)
 
 
 def kernel_op(name: str) -> KernelOp | None:

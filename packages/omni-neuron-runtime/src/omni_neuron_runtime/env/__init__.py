@@ -2,7 +2,8 @@
 """The environment variables that these packages read: one table, and the only place that reads them.
 
 `docs/environment.md` is generated from the table (`python -m omni_neuron_runtime.env docs/environment.md`). A variable
-is listed when some code of the repository reads it, and only then; a test of the repository checks both directions.
+is listed when some code of the repository reads it, or an environment profile sets it for Neuron's own software, and
+only then; a test of the repository checks both directions.
 
 An empty value counts as unset, except for a list of names (`VLLM_PLUGINS=""` allows nothing, as in vLLM).
 """
@@ -104,6 +105,71 @@ _ROWS = (
         "`neuron_stablehlo` lowers to StableHLO and runs that, `neuron_check` checks the graphs and runs them in "
         "torch; unset, or a device's backend, compiles nothing. See docs/compilation.md.",
         choices=("neuron_native", "neuron", "vllm_neuron", "neuron_stablehlo", "neuron_check"),
+    ),
+    EnvVar(
+        "VLLM_NEURON_LIBTORCH_NEURONX_LITE",
+        "bool",
+        True,
+        "vllm_neuron's own variable: libtorch_neuronx_lite instead of torch-neuronx, which its native backend needs "
+        "(documentation of AWS's plugin). On the native route this and `VLLM_NEURON_BACKEND=neuron_native` are written "
+        "into the environment before one of Neuron's packages is imported; 0 is an error there.",
+    ),
+    EnvVar(
+        "VLLM_NEURON_DISABLE_GRAPH_CAPTURE_BACKEND",
+        "str",
+        "1",
+        "vllm_neuron's own variable: no separate backend that traces and compiles without running. AWS's documentation "
+        "of its plugin requires 1, which the base profile gives to an engine's workers where it is unset.",
+    ),
+    EnvVar(
+        "VLLM_NEURON_COMPILATION_TIMEOUT",
+        "int",
+        1800,
+        "Seconds that the Neuron compiler may take for a graph (vllm_neuron's own variable, whose default is 600). "
+        "The profile of Wan2.2 gives 1800 to an engine's workers where it is unset, as AWS's profile of it does.",
+        minimum=1,
+    ),
+    EnvVar(
+        "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION",
+        "str",
+        "1",
+        "libtorch_neuronx_lite's own variable: 1 makes a graph that does not compile an error; otherwise it is run op "
+        "by op, silently. The base profile gives 1 to an engine's workers where it is unset, as AWS's profile of "
+        "Wan2.2 does; another value is named in a warning.",
+    ),
+    EnvVar(
+        "TORCH_NEURONX_VOCAB_SHARDING_SPMD_DISABLE",
+        "str",
+        "1",
+        "libtorch_neuronx_lite's own variable, which AWS's plugin sets to 1 before it imports that. The base profile "
+        "gives 1 to an engine's workers where it is unset.",
+    ),
+    EnvVar(
+        "NEURON_LOGICAL_NC_CONFIG",
+        "int",
+        2,
+        "Physical NeuronCores in a logical one (the Neuron runtime's own variable). The kernels, the memory of a rank "
+        "and the physical mesh are those of 2, AWS's plugin takes no other: on trn2 and trn3 another value is an error "
+        "before a worker starts. The base profile gives 2 to an engine's workers where it is unset; inf2 and trn1 have "
+        "no logical cores, set 1 there.",
+        minimum=1,
+    ),
+    EnvVar(
+        "NEURON_RT_DBG_CC_DMA_PACKET_SIZE",
+        "int",
+        2048,
+        "Bytes of a DMA packet of a collective (the Neuron runtime's own variable). The profile of Wan2.2 gives 2048 "
+        "to an engine's workers where it is unset, as AWS's profile of it does, which states no reason.",
+        minimum=1,
+    ),
+    EnvVar(
+        "NEURON_RT_DBG_INTRA_RDH_CHANNEL_BUFFER_SIZE",
+        "int",
+        167772160,
+        "Bytes of a channel's buffer in collectives within a node (the Neuron runtime's own variable). The profile of "
+        "Wan2.2 gives 167772160 to an engine's workers where it is unset, as AWS's profile of it does, which states no "
+        "reason.",
+        minimum=1,
     ),
     EnvVar(
         "OMNI_NEURON_COMPILE_CACHE_DIR",

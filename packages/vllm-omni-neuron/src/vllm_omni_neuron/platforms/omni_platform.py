@@ -90,9 +90,9 @@ class NeuronOmniPlatform(NeuronPlatform, OmniPlatform):
 
     @classmethod
     def synchronize(cls) -> None:
-        """Wait for queued device work; the CPU has none."""
+        """Wait for queued device work, where torch's Neuron module can; the CPU has none."""
         if not runtime.is_cpu_mode():
-            torch.neuron.synchronize()  # type: ignore[attr-defined]
+            runtime.synchronize()
 
     @classmethod
     def get_free_memory(cls, device: torch.device | None = None) -> int:

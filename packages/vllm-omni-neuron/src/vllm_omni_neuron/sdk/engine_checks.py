@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import torch
 from vllm_omni.diffusion.lora.manager import LoRABackend
-from vllm_omni.platforms import current_omni_platform
 
+import omni_neuron_runtime as runtime
 from omni_neuron_parallel import Axis, ContextMethod, Topology, check_cfg_parallel_size
 from vllm_omni_neuron.sdk.config import ModelConfigError
 from vllm_omni_neuron.sdk.engine_hooks import EngineHooks
@@ -138,8 +138,9 @@ def _asked_for(od_config: Any) -> Iterator[tuple[Feature, str]]:
             yield feature, f"{name} = {settings[name]!r}"
     if settings.get("context_method") == "ring":
         yield "context_ring", "context_method = 'ring'"
-    backend = current_omni_platform.get_compile_backend()
-    if backend is not None and not od_config.enforce_eager:
+    # Not the platform's: that makes the backend ready, and the device must not start before a worker has its core.
+    backend = None if od_config.enforce_eager else runtime.compile_backend_name()
+    if backend is not None:
         yield "compile", f"compilation with {backend!r} (enforce_eager = True runs without)"
 
 

@@ -15,6 +15,8 @@ USERS_VARIABLES = (
     "NEURON_VISIBLE_DEVICES",
     "NEURON_RT_VISIBLE_CORES",
     "NEURON_PLATFORM_TARGET_OVERRIDE",
+    "VLLM_NEURON_BACKEND",
+    "VLLM_NEURON_LIBTORCH_NEURONX_LITE",
 )
 
 
@@ -70,10 +72,16 @@ class MergedProfile:
     conflicts: tuple[Conflict, ...] = ()
 
 
-BASE_PROFILE = EnvironmentProfile(
-    "base",
-    {"NEURON_SCRATCHPAD_PAGE_SIZE": str(env.VARIABLES["NEURON_SCRATCHPAD_PAGE_SIZE"].default)},
+# Their values and where those are from are in omni-neuron's table.
+_BASE_VARIABLES = (
+    "NEURON_LOGICAL_NC_CONFIG",
+    "NEURON_SCRATCHPAD_PAGE_SIZE",
+    "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION",
+    "TORCH_NEURONX_VOCAB_SHARDING_SPMD_DISABLE",
+    "VLLM_NEURON_DISABLE_GRAPH_CAPTURE_BACKEND",
 )
+
+BASE_PROFILE = EnvironmentProfile("base", {name: str(env.VARIABLES[name].default) for name in _BASE_VARIABLES})
 """What every model's engine gets. The page size has to be the one that components are compiled with."""
 
 
