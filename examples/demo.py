@@ -19,7 +19,7 @@ from PIL import Image
 
 from omni_neuron_shapes import FLOW_SHIFT, FRAMES, HEIGHT, WIDTH, model_path
 from omni_neuron_testkit import judge, read_video, subject_of
-from vllm_omni_neuron.cli.progress import engine_streams
+from vllm_omni_neuron.cli import engine_streams
 from vllm_omni_neuron.video import encode_mp4, fps_from_output, frames_from_output
 
 PROMPTS = ("a red circle moving right", "a blue triangle moving up", "the green square is moving left")

@@ -30,9 +30,9 @@ guide_blocks = importlib.import_module("guide_blocks")
 class EngineStandIn:
     """Takes the place of the engine and keeps what it was asked for."""
 
-    request: engine.GenerationRequest | None = None
+    request: engine.GenerateOptions | None = None
 
-    def __call__(self, request: engine.GenerationRequest, phase: Any, profile_runs: int | None = None) -> None:
+    def __call__(self, request: engine.GenerateOptions, phase: Any, profile_runs: int | None = None) -> None:
         self.request = request
         engine.engine_arguments(request)
         engine.engine_prompt(request)

@@ -83,7 +83,7 @@ def test_the_documented_layouts_are_there() -> None:
 class EngineStandIn:
     """Takes the place of the engine, keeps what it was asked for, and stops there."""
 
-    def __call__(self, request: engine.GenerationRequest, phase: Any, profile_runs: int | None = None) -> None:
+    def __call__(self, request: engine.GenerateOptions, phase: Any, profile_runs: int | None = None) -> None:
         self.request, self.profile_runs = request, profile_runs
         self.deploy = None if request.deploy_config is None else yaml.safe_load(request.deploy_config.read_text())
         raise RuntimeError("no engine here")

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_omni_neuron.cli import GenerationRequest, Reporting, generate_videos, options
+from vllm_omni_neuron.cli import GenerateOptions, Reporting, generate_videos, options
 
 FULL = {"height": 480, "width": 832, "num_frames": 81, "num_inference_steps": 40}
 DEV = {"height": 128, "width": 208, "num_frames": 5, "num_inference_steps": 10}
@@ -50,7 +50,7 @@ def main(
     verbose: options.Verbose = False,
 ) -> None:
     """Wan2.2 text-to-video."""
-    request = GenerationRequest(
+    request = GenerateOptions(
         model=model_path,
         prompt=prompt,
         seed=SEED,

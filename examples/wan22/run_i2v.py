@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 from run import SEED, Dev, shape
 
-from vllm_omni_neuron.cli import GenerationRequest, Reporting, generate_videos, options
+from vllm_omni_neuron.cli import GenerateOptions, Reporting, generate_videos, options
 
 
 def main(
@@ -35,7 +35,7 @@ def main(
     verbose: options.Verbose = False,
 ) -> None:
     """Wan2.2 image-to-video. The video has the size asked for, whatever the image's."""
-    request = GenerationRequest(
+    request = GenerateOptions(
         model=model_path,
         prompt=prompt,
         **options.images(image, last_image, image_policy),

@@ -20,7 +20,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from vllm_omni_neuron.cli import app, engine, outputs
-from vllm_omni_neuron.cli.engine import GenerationRequest, GenerationResult, Run
+from vllm_omni_neuron.cli.engine import GenerateOptions, GenerationResult, Run
 from vllm_omni_neuron.video import read_video_info
 
 REPORT = {
@@ -59,11 +59,11 @@ class Engine:
     """Stands for the engine: keeps the request, answers with `answer` or raises it."""
 
     def __init__(self) -> None:
-        self.request: GenerationRequest | None = None
+        self.request: GenerateOptions | None = None
         self.answer: object = output(report=REPORT, durations={"text": 1.25, "denoise": 30.0, "vae": 4.5})
 
     def __call__(
-        self, request: GenerationRequest, phase: Callable[[str], None], profile_runs: int | None = None
+        self, request: GenerateOptions, phase: Callable[[str], None], profile_runs: int | None = None
     ) -> GenerationResult:
         self.request = request
         self.deploy_text = None if request.deploy_config is None else request.deploy_config.read_text()
@@ -484,7 +484,7 @@ def test_configuration_files_exclude_each_other(arguments: list[str], fake_engin
 
 def test_defaults_of_the_configuration_yield_to_the_request() -> None:
     defaults = SimpleNamespace(num_frames=33, height=480, seed=5, guidance_scale=4.0, extra_args={"flow_shift": 5.0})
-    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_random=True, height=64, flow_shift=12.0)
+    request = GenerateOptions(model="m", prompt="p", seed=9, seed_is_random=True, height=64, flow_shift=12.0)
     sampling = engine.apply_request(defaults, request)
     assert (sampling.num_frames, sampling.height, sampling.seed, sampling.guidance_scale) == (33, 64, 5, 4.0)
     assert sampling.extra_args == {"flow_shift": 12.0}
@@ -493,13 +493,13 @@ def test_defaults_of_the_configuration_yield_to_the_request() -> None:
 
 def test_a_given_seed_wins_over_the_configuration() -> None:
     defaults = SimpleNamespace(num_frames=33, seed=5, extra_args={})
-    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_random=False)
+    request = GenerateOptions(model="m", prompt="p", seed=9, seed_is_random=False)
     assert engine.apply_request(defaults, request).seed == 9
 
 
 @pytest.mark.parametrize(("num_frames", "extra_args"), [(None, {}), (1, {"num_frames": 1}), (5, {"num_frames": 5})])
 def test_one_frame_can_be_told_from_no_frame_count(num_frames: int | None, extra_args: dict[str, int]) -> None:
-    request = GenerationRequest(model="m", prompt="p", seed=9, seed_is_random=True, num_frames=num_frames)
+    request = GenerateOptions(model="m", prompt="p", seed=9, seed_is_random=True, num_frames=num_frames)
     sampling = engine.apply_request(SimpleNamespace(num_frames=1, seed=None, extra_args={}), request)
     assert (sampling.num_frames, sampling.extra_args) == (num_frames or 1, extra_args)
 
@@ -508,7 +508,7 @@ def test_the_request_sets_fields_that_vllm_omni_has() -> None:
     from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
     known = {field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)}
-    request = GenerationRequest(
+    request = GenerateOptions(
         model="m", prompt="p", seed=1, seed_is_random=False, height=1, width=1, num_frames=5, num_inference_steps=1,
         guidance_scale=1.0, guidance_scale_2=1.0, fps=8.0, flow_shift=1.0, boundary_ratio=0.5, sample_solver="unipc",
         num_outputs_per_prompt=2, image_policy="crop",

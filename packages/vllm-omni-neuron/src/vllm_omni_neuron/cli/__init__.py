@@ -13,13 +13,14 @@ from .cache import cache
 from .compare import compare
 from .convert import convert_stage_config
 from .doctor import doctor
-from .engine import GenerationRequest
+from .engine import GenerateOptions
 from .generate import generate
 from .judge import judge
 from .lower import lower
 from .models import models
 from .new_model import new_model
 from .plan import plan
+from .progress import engine_streams
 from .run import Reporting, generate_videos
 from .version import version
 
@@ -49,5 +50,5 @@ def main() -> None:
     app()
 
 
-# Beside the command line itself, what a script with options of its own builds on: see examples/wan22.
-__all__ = ["GenerationRequest", "Reporting", "app", "generate_videos", "main", "options"]
+# Beside the command line itself, what a script with options of its own builds on: see examples.
+__all__ = ["GenerateOptions", "Reporting", "app", "engine_streams", "generate_videos", "main", "options"]

@@ -30,7 +30,7 @@ _NOT_GIVEN = {"num_frames": 1, "num_outputs_per_prompt": 1}
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
+class GenerateOptions:
     """A prompt and what the user asked for; None leaves a setting to the configuration file, then to the model."""
 
     model: str
@@ -97,7 +97,7 @@ class GenerationResult:
 
 
 def run_engine(
-    request: GenerationRequest, phase: Callable[[str], None], profile_runs: int | None = None
+    request: GenerateOptions, phase: Callable[[str], None], profile_runs: int | None = None
 ) -> GenerationResult:
     """Start an engine, generate, and stop the engine.
 
@@ -143,7 +143,7 @@ def run_engine(
     return GenerationResult(tuple(runs), sampling, configured_settings(defaults), ready - started, warm_up)
 
 
-def engine_arguments(request: GenerationRequest) -> dict[str, Any]:
+def engine_arguments(request: GenerateOptions) -> dict[str, Any]:
     """Keyword arguments of `Omni` beside the model.
 
     With a configuration file they are in that file already, see `with_engine_settings`.
@@ -156,7 +156,7 @@ def engine_arguments(request: GenerationRequest) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def with_engine_settings(deploy: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
+def with_engine_settings(deploy: Mapping[str, Any], request: GenerateOptions) -> dict[str, Any]:
     """A deploy configuration with the request's engine settings on top.
 
     Raises:
@@ -176,13 +176,13 @@ def with_engine_settings(deploy: Mapping[str, Any], request: GenerationRequest) 
     return {**deploy, **({} if dtype is None else {"dtype": dtype}), "stages": [stage]}
 
 
-def _engine_settings(request: GenerationRequest) -> dict[str, Any]:
+def _engine_settings(request: GenerateOptions) -> dict[str, Any]:
     cache = ("cache_backend", "cache_config")
     names = ("dtype", "flow_shift", "boundary_ratio", "vae_use_tiling", "enable_cpu_offload", *cache)
     return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 
-def _model_settings(request: GenerationRequest) -> dict[str, Any]:
+def _model_settings(request: GenerateOptions) -> dict[str, Any]:
     """What the model package reads itself; vLLM-Omni's own `quantization` takes only methods of its registry."""
     settings = {name: getattr(request, name) for name in ("quantization", "comfyui_fp8_model_path")}
     if request.modules_to_not_convert is not None:
@@ -190,7 +190,7 @@ def _model_settings(request: GenerationRequest) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def engine_prompt(request: GenerationRequest) -> dict[str, Any]:
+def engine_prompt(request: GenerateOptions) -> dict[str, Any]:
     """The prompt in the form that `Omni.generate` and the online endpoint use, images included.
 
     Raises:
@@ -213,7 +213,7 @@ def _read_image(path: Path) -> Any:
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
-def apply_request(defaults: Any, request: GenerationRequest) -> Any:
+def apply_request(defaults: Any, request: GenerateOptions) -> Any:
     """A copy of the configuration's sampling parameters, with what the request says on top.
 
     The keys are those the online endpoint sets, so that offline and online requests reach the pipeline alike.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 
 from . import options
-from .engine import GenerationRequest
+from .engine import GenerateOptions
 from .run import Reporting, generate_videos
 
 
@@ -58,7 +58,7 @@ def generate(
 
     Exit codes: 0 done, 1 generation failed, 2 wrong usage.
     """
-    request = GenerationRequest(
+    request = GenerateOptions(
         model=model,
         prompt=prompt,
         seed=secrets.randbelow(2**31) if seed is None else seed,

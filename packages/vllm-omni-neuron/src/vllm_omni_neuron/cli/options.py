@@ -2,7 +2,7 @@
 """The options of a generation, for `generate` and for the scripts in examples/wan22: their types, checks and help.
 
 Each is an annotated type: a parameter of that type becomes the option of the parameter's name. The functions at the end
-turn options that belong together into fields of a `GenerationRequest`.
+turn options that belong together into fields of a `GenerateOptions`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import typer
 
 from . import engine
 from .console import EXIT_INTERRUPTED, EXIT_USAGE, err, fail, out, print_json
-from .engine import GenerationRequest, GenerationResult
+from .engine import GenerateOptions, GenerationResult
 from .outputs import output_path, write_outputs
 from .profile import profile_of, profile_path, profile_table, write_profile
 from .progress import EngineOutput, engine_streams
@@ -38,7 +38,7 @@ class Reporting:
 
 
 def generate_videos(
-    request: GenerationRequest,
+    request: GenerateOptions,
     output: Path | None,
     *,
     stage_config: Path | None = None,
@@ -72,7 +72,7 @@ def generate_videos(
         out().print(summary_table(summary))
 
 
-def _check(request: GenerationRequest, stage_config: Path | None, deploy_config: Path | None) -> None:
+def _check(request: GenerateOptions, stage_config: Path | None, deploy_config: Path | None) -> None:
     """Refuse what contradicts itself."""
     if stage_config is not None and deploy_config is not None:
         raise typer.BadParameter("give this or --deploy-config, not both", param_hint="--stage-config")
@@ -102,7 +102,7 @@ def _require_active_plugin() -> None:
 
 @contextlib.contextmanager
 def _deploy_file(
-    request: GenerationRequest, stage_config: Path | None, deploy_config: Path | None
+    request: GenerateOptions, stage_config: Path | None, deploy_config: Path | None
 ) -> Iterator[Path | None]:
     """The deploy configuration to start from: a temporary file, with the request's engine settings in it."""
     source = stage_config or deploy_config
@@ -131,9 +131,7 @@ def _deploy_file(
         yield deploy_file
 
 
-def _generate(
-    request: GenerationRequest, output: Path, profile_runs: int | None, reporting: Reporting
-) -> dict[str, Any]:
+def _generate(request: GenerateOptions, output: Path, profile_runs: int | None, reporting: Reporting) -> dict[str, Any]:
     """Run the engine, write the files, and say what happened."""
     log: Path | None = None
     show = not reporting.quiet
@@ -168,7 +166,7 @@ def _engine_output(show: bool, verbose: bool) -> Iterator[tuple[Callable[[str], 
         yield lambda description: console.print(f"· {description}", markup=False), None
 
 
-def _write(request: GenerationRequest, result: GenerationResult, output: Path) -> dict[str, Any]:
+def _write(request: GenerateOptions, result: GenerationResult, output: Path) -> dict[str, Any]:
     last = result.runs[-1]
     written = write_outputs(last.output, output, request.fps)
     info = next(iter(written.values()))
