@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -246,8 +246,13 @@ def test_a_killed_worker_is_named_and_leaves_nothing(runs: dict, size: int) -> N
     assert kill["shared_memory"] == []
 
 
+class Server(NamedTuple):
+    url: str
+    log: Path
+
+
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -266,7 +271,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
             assert process.poll() is None, log.read_text()[-8000:]
             assert time.monotonic() < deadline, f"no /health in {SERVER_START_TIMEOUT_S} s:\n{log.read_text()[-8000:]}"
             time.sleep(0.5)
-        yield url
+        yield Server(url, log)
         assert "omni_neuron_wan22.pipeline.NeuronWanPipeline" in log.read_text()
     finally:
         process.terminate()
@@ -276,20 +281,36 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
             process.kill()
 
 
-def test_online_video_equals_the_offline_one(server: str, runs: dict) -> None:
+def test_a_cancelled_online_request_makes_room_for_the_next(server: Server) -> None:
+    """It would take minutes; the test after this one would wait for it."""
+    form = {"prompt": "a cat", "height": "256", "width": "384", "num_frames": "81", "num_inference_steps": "200"}
+    response = httpx.post(f"{server.url}/v1/videos", files={k: (None, v) for k, v in form.items()}, timeout=60)
+    assert response.status_code == 200, response.text
+    job = response.json()
+    deadline = time.monotonic() + SERVER_START_TIMEOUT_S
+    while httpx.get(f"{server.url}/v1/videos/{job['id']}", timeout=30).json()["status"] != "in_progress":
+        assert time.monotonic() < deadline, f"{job['id']} does not begin:\n{server.log.read_text()[-4000:]}"
+        time.sleep(0.2)
+    assert httpx.delete(f"{server.url}/v1/videos/{job['id']}", timeout=60).json()["deleted"]
+    while "Stopped cancelled diffusion request(s)" not in server.log.read_text():
+        assert time.monotonic() < deadline, f"{job['id']} goes on:\n{server.log.read_text()[-4000:]}"
+        time.sleep(0.2)
+
+
+def test_online_video_equals_the_offline_one(server: Server, runs: dict) -> None:
     form = {"prompt": "A red circle moving right.", "negative_prompt": "blurry", "seed": "11", "guidance_scale": "4.0"}
     form |= {name: str(value) for name, value in REQUEST.items()}
     # multipart/form-data, as the endpoint expects it: fields without a file name
-    response = httpx.post(f"{server}/v1/videos/sync", files={k: (None, v) for k, v in form.items()}, timeout=300)
+    response = httpx.post(f"{server.url}/v1/videos/sync", files={k: (None, v) for k, v in form.items()}, timeout=300)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("video/mp4")
     offline = (runs[1][1] / "video.mp4").read_bytes()
     assert response.content == offline
 
 
-def test_online_errors_say_what_is_valid(server: str) -> None:
+def test_online_errors_say_what_is_valid(server: Server) -> None:
     form = {"prompt": "a cat", "height": "64", "width": "96", "extra_params": json.dumps({"sample_solver": "ddim"})}
-    response = httpx.post(f"{server}/v1/videos/sync", files={k: (None, v) for k, v in form.items()}, timeout=120)
+    response = httpx.post(f"{server.url}/v1/videos/sync", files={k: (None, v) for k, v in form.items()}, timeout=120)
     assert response.status_code == 400, response.text
     assert "sample_solver = 'ddim': valid values are unipc, euler" in response.text
 
