@@ -24,6 +24,7 @@ from omni_neuron_parallel import (
     groups,
     initialize_parallel,
     install_groups,
+    meshes,
     place_on_mesh,
     provider,
     register_group,
@@ -147,8 +148,8 @@ def test_where_the_mesh_is_in_force_ranks_are_laid_on_it(
         return AxisGroup(axis, ranks, ranks.index(8), World() if len(ranks) > 1 else None)  # type: ignore[arg-type]
 
     adopted: list[Topology] = []
-    for module in (groups, provider):
-        monkeypatch.setattr(module, "mesh_is_in_force", lambda: in_force)
+    monkeypatch.setattr(meshes, "mesh_is_in_force", lambda: in_force)
+    monkeypatch.delenv("NEURON_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(groups, "dist", World)
     monkeypatch.setattr(groups, "make_group", make_group)
     monkeypatch.setattr(groups, "register_process_group_replica_groups", lambda *_: None)

@@ -12,6 +12,7 @@ from omni_neuron_parallel import (
     has_physical_mesh,
     mesh_is_in_force,
     meshes,
+    place_on_fabric,
     place_on_mesh,
     routes_on_trn2,
     unroutable_groups,
@@ -138,3 +139,41 @@ def test_an_unknown_chip_has_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_NEURON_SWITCH_CC", raising=False)
     monkeypatch.setattr(meshes, "platform_target", untold)
     assert mesh_is_in_force() is False
+
+
+@pytest.fixture
+def on_trn2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meshes, "mesh_is_in_force", lambda: True)
+    for name in ("NEURON_VISIBLE_DEVICES", "NEURON_RT_VISIBLE_CORES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("on_trn2")
+@pytest.mark.parametrize("cores", [None, "0-15", "16-31", "48-63"])
+def test_ranks_are_laid_on_the_mesh_where_their_cores_are_its(
+    cores: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cores is not None:
+        monkeypatch.setenv("NEURON_VISIBLE_DEVICES", cores)
+    topology = Topology(tp=8, cp=2)
+    assert place_on_fabric(topology) == place_on_mesh(topology) != topology
+
+
+@pytest.mark.usefixtures("on_trn2")
+def test_ranks_stay_in_order_where_only_that_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = Topology(tp=8, cp=2)
+    # Chips 0 and 1 above 4 and 5: in order TP is a pair of neighbours, on the mesh's places it would be 0 and 5.
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "0-7,16-23")
+    assert list(unroutable_groups(place_on_mesh(topology), [*range(8), *range(16, 24)])) == ["tp"]
+    assert place_on_fabric(topology) is topology
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "8-15")
+    assert place_on_fabric(Topology(tp=4, cp=2)) == Topology(tp=4, cp=2)
+
+
+@pytest.mark.usefixtures("on_trn2")
+def test_cores_from_which_nothing_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "8-23")
+    with pytest.raises(ValueError, match=r"TP8×CP2×CFG1 on the cores 8,9,.*: cp \[8, 16\]\. .*NEURON_VISIBLE_DEVICES"):
+        place_on_fabric(Topology(tp=8, cp=2))
+    monkeypatch.setattr(meshes, "mesh_is_in_force", lambda: False)
+    assert place_on_fabric(Topology(tp=8, cp=2)) == Topology(tp=8, cp=2)

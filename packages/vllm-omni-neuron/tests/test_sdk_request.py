@@ -241,6 +241,20 @@ def test_compilation_is_refused_where_the_platform_would_compile(
     check_engine_config(config(tmp_path), Able)
 
 
+def test_cores_whose_collectives_cannot_be_routed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"parallel_config": {"tensor_parallel_size": 8, "ring_degree": 2}}
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "8-23")
+    check_engine_config(config(tmp_path, **settings), Able)
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    monkeypatch.delenv("VLLM_NEURON_CPU_MODE")
+    with pytest.raises(
+        ModelConfigError, match=r"TP8×CP2×CFG1 on the cores 8,9,.* cannot be routed on trn2: cp \[8, 16"
+    ):
+        check_engine_config(config(tmp_path, **settings), Able)
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "16-31")
+    check_engine_config(config(tmp_path, **settings), Able)
+
+
 def test_what_the_spec_has_goes_to_the_hooks(tmp_path: Path) -> None:
     settings = {"parallel_config": {"cfg_parallel_size": 2}, "enable_cpu_offload": True, "vae_use_tiling": True}
     assert check_engine_config(config(tmp_path, **settings), Able).path == tmp_path

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from omni_neuron_parallel.collectives import collective_errors, collective_permute
-from omni_neuron_parallel.meshes import mesh_is_in_force, place_on_mesh
+from omni_neuron_parallel.meshes import place_on_fabric
 from omni_neuron_parallel.topology import AXES, Axis, Partition, Topology, check_partition
 from omni_neuron_runtime import env, register_process_group_replica_groups
 
@@ -158,7 +158,7 @@ def initialize_parallel(topology: Topology, timeout: float | None = None) -> Non
     """Make the groups of every axis on an initialised `torch.distributed` world.
 
     Collective: every rank calls it with the same topology. A world of one rank needs no `torch.distributed`. On a trn2
-    a layout that lies on the physical mesh is placed on it (`place_on_mesh`): `get_topology` then says so.
+    a layout that lies on the physical mesh is placed on it (`place_on_fabric`): `get_topology` then says so.
 
     Args:
         topology: sizes of the axes.
@@ -167,10 +167,10 @@ def initialize_parallel(topology: Topology, timeout: float | None = None) -> Non
     Raises:
         CollectiveError: a rank did not take part in making the groups.
         RuntimeError: already initialised with another topology, or `torch.distributed` is not initialised.
-        ValueError: the topology's world size is not that of `torch.distributed`.
+        ValueError: the topology's world size is not that of `torch.distributed`, or its groups cannot be routed from
+            the cores of this engine.
     """
-    if mesh_is_in_force():
-        topology = place_on_mesh(topology)
+    topology = place_on_fabric(topology)
     if _State.topology == topology:
         return
     if _State.topology is not None:

@@ -3,7 +3,8 @@
 
 The machine has 16 chips in a 4×4 torus and four logical cores a chip (two physical cores each), 64 ranks; chip =
 rank // 4. Source of the table and of the rules: the documentation of AWS's plugin and of vllm-neuron, as recorded; no
-run on a device has confirmed them here. Ranks are taken to be consecutive cores that begin at a multiple of 16.
+run on a device has confirmed them here. The table's places are cores that follow each other from a multiple of 16;
+where the engine's cores are others, `place_on_fabric` finds out what routes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from omni_neuron_parallel.topology import AXES, Axis, Topology
-from omni_neuron_runtime import NeuronPackageError, env, is_cpu_mode, platform_target
+from omni_neuron_runtime import NeuronPackageError, env, is_cpu_mode, platform_target, visible_cores
 
 CORES_PER_CHIP = 4
 TORUS_SIDE = 4
@@ -98,7 +99,43 @@ def routes_on_trn2(ranks: Sequence[int]) -> bool:
     return all(max(side) - min(side) + 1 == len(side) for side in (rows, columns))
 
 
-def unroutable_groups(topology: Topology) -> dict[Axis, list[tuple[int, ...]]]:
-    """The groups of each axis that `routes_on_trn2` refuses; empty where all of them route."""
-    refused = {axis: [group for group in topology.groups(axis) if not routes_on_trn2(group)] for axis in AXES}
+def unroutable_groups(topology: Topology, cores: Sequence[int] | None = None) -> dict[Axis, list[tuple[int, ...]]]:
+    """The groups of each axis that `routes_on_trn2` refuses; empty where all of them route.
+
+    Args:
+        topology: whose groups.
+        cores: the core of each rank; None for the rank's own number.
+    """
+    places = range(topology.world_size) if cores is None else cores
+    refused = {
+        axis: [group for group in topology.groups(axis) if not routes_on_trn2([places[rank] for rank in group])]
+        for axis in AXES
+    }
     return {axis: groups for axis, groups in refused.items() if groups}
+
+
+def place_on_fabric(topology: Topology) -> Topology:
+    """The topology with each rank at a place from which its collectives can be routed, where a mesh is in force.
+
+    On the mesh's places (`place_on_mesh`) if those route from the cores that the ranks are on, else in the order of the
+    ranks. The cores are the visible ones, in their order, if there are as many as ranks, else 0, 1, ….
+
+    Raises:
+        ValueError: neither routes; the message names the groups, their cores and what to choose.
+        EnvironmentVariableError: NEURON_VISIBLE_DEVICES is not a list of cores.
+    """
+    if topology.world_size == 1 or not mesh_is_in_force():
+        return topology
+    visible = visible_cores() or []
+    cores = visible if len(visible) == topology.world_size else list(range(topology.world_size))
+    for candidate in (place_on_mesh(topology), topology):
+        refused = unroutable_groups(candidate, cores)
+        if not refused:
+            return candidate
+    listed = "; ".join(f"{axis} {[cores[rank] for rank in groups[0]]}" for axis, groups in refused.items())
+    raise ValueError(
+        f"{topology} on the cores {','.join(map(str, cores))}: collectives over these cores cannot be routed on trn2: "
+        f"{listed}. A group takes the same cores of one chip (core // {CORES_PER_CHIP}), of two neighbours, of a row, of "
+        f"a column or of a rectangle of the torus. List cores that follow each other from a multiple of 16 in "
+        f"NEURON_VISIBLE_DEVICES, or choose another layout; VLLM_NEURON_SWITCH_CC=1 is for collectives through a switch"
+    )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from omni_neuron_parallel.groups import destroy_parallel
-from omni_neuron_parallel.meshes import mesh_is_in_force, place_on_mesh
+from omni_neuron_parallel.meshes import place_on_fabric
 from omni_neuron_parallel.topology import Topology
 
 
@@ -20,13 +20,11 @@ class ParallelProvider:
         On a trn2, layouts that lie on its physical mesh get new groups there.
 
         Raises:
-            ValueError: `vae_patch` does not divide the world.
+            ValueError: `vae_patch` does not divide the world, or groups cannot be routed from the engine's cores.
         """
         from omni_neuron_parallel.vllm_omni_adapter import adopt_vllm_omni_groups
 
-        topology = Topology(tp=tp, cp=cp, cfg=cfg, vae_patch=vae_patch)
-        if mesh_is_in_force():
-            topology = place_on_mesh(topology)
+        topology = place_on_fabric(Topology(tp=tp, cp=cp, cfg=cfg, vae_patch=vae_patch))
         adopt_vllm_omni_groups(topology)
         return topology
 

@@ -10,7 +10,7 @@ import torch
 from vllm_omni.diffusion.lora.manager import LoRABackend
 
 import omni_neuron_runtime as runtime
-from omni_neuron_parallel import Axis, ContextMethod, Topology, check_cfg_parallel_size
+from omni_neuron_parallel import Axis, ContextMethod, Topology, check_cfg_parallel_size, place_on_fabric
 from vllm_omni_neuron.sdk.config import ModelConfigError
 from vllm_omni_neuron.sdk.engine_hooks import EngineHooks
 from vllm_omni_neuron.sdk.request import IMAGE_POLICIES
@@ -87,6 +87,9 @@ def _check_layout(od_config: Any, spec: ModelSpec) -> None:
         if "cfg" in spec.axes:
             check_cfg_parallel_size(parallel.cfg_parallel_size, num_branches=spec.branches)
         topology = topology_of(parallel)
+        # Unless it is named, only Lite can tell the chip; the workers, which have a core, then check for themselves.
+        if runtime.env.is_set("NEURON_PLATFORM_TARGET_OVERRIDE"):
+            place_on_fabric(topology)
     except ValueError as error:
         raise ModelConfigError(str(error)) from error
     for axis, option in _AXIS_OPTIONS.items():
