@@ -44,7 +44,7 @@ def test_a_good_graph_runs():
         y = torch.nn.functional.gelu(torch.nn.functional.layer_norm(x, (8,)), approximate="tanh")
         y = y.clone()
         y[..., 0::2] = y[..., 1::2] * 0.1
-        return y.roll(3, 1), y.var(-1), torch.nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True)
+        return y.roll(3, 1), y.var(-1), torch.nn.functional.scaled_dot_product_attention(y, y, y, is_causal=False)
 
     x = torch.randn(1, 4, 6, 8)
     for got, wanted in zip(compiled(function, x), function(x), strict=True):
@@ -93,6 +93,22 @@ def test_a_node_is_named_with_its_line_and_advice(function, words):
     assert __file__.rpartition("/")[2] in message
     for word in words:
         assert word in message
+
+
+def masked_attention(x):
+    mask = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool)
+    return torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], mask)
+
+
+def causal_attention(x):
+    return torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)
+
+
+@pytest.mark.parametrize(("function", "argument"), [(masked_attention, "attn_mask"), (causal_attention, "is_causal")])
+def test_attention_that_lite_does_not_legalise(function, argument):
+    message = error_of(function, torch.randn(4, 8))
+    assert f"attention with {argument}," in message and "softmax in float32" in message
+    assert "return torch.nn.functional.scaled_dot_product_attention(x[None]" in message
 
 
 def test_a_dynamic_shape():

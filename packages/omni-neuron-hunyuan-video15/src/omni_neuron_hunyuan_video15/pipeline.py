@@ -17,7 +17,7 @@ from omni_neuron_hunyuan_video15.checkpoint import TRANSFORMER, HunyuanVideo15Ch
 from omni_neuron_hunyuan_video15.config import MAX_POSITIONS
 from omni_neuron_hunyuan_video15.spec import SPEC
 from omni_neuron_hunyuan_video15.text import MAX_TEXT_LENGTH, encode_glyphs, encode_text
-from omni_neuron_hunyuan_video15.vae import use_one_comparison
+from omni_neuron_hunyuan_video15.vae import attend_frame_by_frame
 from vllm_omni_neuron.sdk import (
     GenerationRequest,
     NeuronDiffusionPipeline,
@@ -109,7 +109,7 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
         )
         self.vae = self.load_vae()
         if self.vae is not None:
-            use_one_comparison(self.vae)
+            attend_frame_by_frame(self.vae)
 
     def encode_prompt(self, text: str, request: Any) -> dict[str, torch.Tensor]:
         """See the base class; by the names of the DiT's arguments. The encoders run on the host of the output rank."""

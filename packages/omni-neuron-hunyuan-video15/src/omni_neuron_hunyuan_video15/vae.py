@@ -1,37 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""diffusers' VAE with one thing done otherwise: the mask of its attention, which it writes row by row."""
+"""diffusers' VAE with one thing done otherwise: its causal attention, which it runs with a mask of all latents."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from torch import nn
 
 
-def use_one_comparison(vae: nn.Module) -> None:
-    """Make the mask of every attention block by `causal_mask`.
+def attend_frame_by_frame(vae: nn.Module) -> None:
+    """Make every attention block of the VAE a `FrameAttnBlock`, in place.
 
-    diffusers' own way is one operation for each latent of a tile, thousands in a graph.
+    diffusers' own way is attention with a mask, which no device's compiler is known to take, and whose mask takes one
+    operation for each latent of a tile, thousands in a graph.
     """
     for module in vae.modules():
-        if hasattr(module, "prepare_causal_attention_mask"):
-            module.prepare_causal_attention_mask = causal_mask  # type: ignore[assignment]
+        if type(module) is HunyuanVideo15AttnBlock:
+            module.__class__ = FrameAttnBlock
 
 
-def causal_mask(
-    n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
-) -> torch.Tensor:
-    """A frame attends to itself and those before it: 0 where it does, else −∞. Signature and values as diffusers'.
+class FrameAttnBlock(HunyuanVideo15AttnBlock):
+    """Attention of a frame to itself and those before it: one attention without a mask for each frame."""
 
-    Args:
-        n_frame: latent frames.
-        n_hw: latents of a frame.
-        dtype: of the mask.
-        device: of the mask.
-        batch_size: None for no dim of batch elements.
-
-    Returns:
-        `[B, S, S]` or `[S, S]`, S = n_frame · n_hw.
-    """
-    frames = torch.arange(n_frame, device=device)[:, None].expand(-1, n_hw).flatten()
-    mask = torch.zeros((), dtype=dtype, device=device).masked_fill(frames[:, None] < frames, float("-inf"))
-    return mask if batch_size is None else mask.expand(batch_size, -1, -1)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, C, T, h, w]` to the same."""
+        normed = self.norm(x)
+        query, key, value = (
+            projection(normed).flatten(2).transpose(1, 2).unsqueeze(1)
+            for projection in (self.to_q, self.to_k, self.to_v)
+        )
+        size = x.shape[3] * x.shape[4]
+        frames = [
+            F.scaled_dot_product_attention(query[:, :, end - size : end], key[:, :, :end], value[:, :, :end])
+            for end in range(size, x.shape[2] * size + 1, size)
+        ]
+        attended = torch.cat(frames, dim=2).squeeze(1).transpose(1, 2).unflatten(2, x.shape[2:])
+        return self.proj_out(attended) + x

@@ -93,14 +93,15 @@ class UMT5SelfAttention(nn.Module):
         self.relative_attention_bias = UMT5RelativePositionBias(config, group)
 
     def forward(self, hidden: torch.Tensor, buckets: torch.Tensor, mask_bias: torch.Tensor) -> torch.Tensor:
-        """`[B, L, d_model]` to the same; `mask_bias` `[B, 1, 1, L]` is added to the scores."""
+        """`[B, L, d_model]` to the same; `mask_bias` `[B, 1, 1, L]`, float32, is added to the scores."""
         query, key, value = (
             projection(hidden).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q, self.k, self.v)
         )
-        bias = self.relative_attention_bias(buckets) + mask_bias
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=1.0)
-        return self.o(attended.transpose(1, 2).flatten(2))
+        # Not torch's attention: its mask would be in the graph, which Lite does not legalise.
+        bias = self.relative_attention_bias(buckets).float() + mask_bias
+        weights = ((query @ key.mT).float() + bias).softmax(-1).to(value.dtype)
+        return self.o((weights @ value).transpose(1, 2).flatten(2))
 
 
 class UMT5GatedFeedForward(nn.Module):
@@ -172,7 +173,7 @@ class NeuronTextEncoderWrapper(nn.Module):
         distance = positions[None, :] - positions[:, None]
         buckets = self.buckets[distance.clamp(-self.max_distance, self.max_distance) + self.max_distance]
         keep = attention_mask.to(self.dtype)
-        mask_bias = (1.0 - keep)[:, None, None, :] * torch.finfo(self.dtype).min
+        mask_bias = (1.0 - keep.float())[:, None, None, :] * torch.finfo(torch.float32).min
         hidden = self.embedding(input_ids)
         for block in self.blocks:
             hidden = block(hidden, buckets, mask_bias)

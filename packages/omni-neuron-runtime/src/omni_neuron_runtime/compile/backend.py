@@ -15,7 +15,7 @@ from torch import fx
 from omni_neuron_runtime.compile.counters import COUNTERS
 from omni_neuron_runtime.compile.decompositions import decompositions
 from omni_neuron_runtime.compile.errors import CompileError
-from omni_neuron_runtime.compile.graph_checks import check_graph
+from omni_neuron_runtime.compile.graph_checks import check_captured, check_graph
 from omni_neuron_runtime.compile.kernel_ops import reference_decompositions
 from omni_neuron_runtime.compile.progress import graph_title
 
@@ -73,6 +73,7 @@ def compile_captured(
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
     title = graph_title(model_name)
+    check_captured(graph, title)
     # Torch stops at 8 graphs of one function: two experts share theirs, and every shape is a graph.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_OF_ONE_FUNCTION)
 

@@ -70,6 +70,41 @@ _ADVICE = {
 }
 
 
+_ATTENTION = (torch.nn.functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+_ATTENTION_MASK, _ATTENTION_CAUSAL = (3, "attn_mask"), (5, "is_causal")
+
+
+def check_captured(graph: fx.GraphModule, name: str) -> None:
+    """Refuse what Lite is reported not to legalise, and what nobody can tell any more once it is decomposed.
+
+    That is torch's attention with a mask or `is_causal`. Kernel ops are single nodes here, and may hold one.
+
+    Args:
+        graph: as Dynamo captured it.
+        name: for messages.
+
+    Raises:
+        CompileError: naming the first node, its source line and what to do.
+    """
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.op == "call_function" and node.target in _ATTENTION:
+                given = [word for place, word in (_ATTENTION_MASK, _ATTENTION_CAUSAL) if _argument(node, place, word)]
+                if given:
+                    raise node_error(
+                        name,
+                        node,
+                        f"is torch's attention with {' and '.join(given)}, which Lite is reported not to legalise",
+                        "write it as a matrix product plus a bias, a softmax in float32 and a matrix product, or call "
+                        "omni_neuron_kernels.flash_attention, which takes a key mask",
+                    )
+
+
+def _argument(node: fx.Node, place: int, word: str) -> bool:
+    value = node.args[place] if len(node.args) > place else node.kwargs.get(word)
+    return value is not None and value is not False
+
+
 def check_graph(graph: fx.GraphModule, name: str) -> None:
     """Refuse a graph that cannot be lowered for Neuron, before anything is lowered.
 

@@ -237,6 +237,14 @@ _ROWS = (
         "a device every worker sets it to its own core before the runtime starts.",
     ),
     EnvVar(
+        "NEURON_RT_ROOT_COMM_ID",
+        "str",
+        None,
+        "The Neuron runtime's own: host and port where the ranks of an engine meet. Unset: the engine gives its "
+        "workers `localhost` and a port above 61233 that is free and that no engine on other cores of the machine "
+        "takes.",
+    ),
+    EnvVar(
         "NEURON_SCRATCHPAD_PAGE_SIZE",
         "int",
         2048,
@@ -266,9 +274,10 @@ _ROWS = (
         "int",
         540,
         "Seconds that all worker processes of an engine together may take to become ready: import, device, groups and "
-        "weights. Past it the engine stops with an error that names each late rank and what it was doing. vLLM-Omni's "
-        "own limit for the whole start, `init_timeout` (600 s), began earlier and names nobody: raise it as well where "
-        "this one is raised.",
+        "weights. Past it the engine stops with an error that names each late rank and what it was doing. A warm-up "
+        "(`warmup_shapes`) does not count: each of its shapes may take `OMNI_NEURON_COMPILE_TIMEOUT_S` for each "
+        "component. vLLM-Omni's own limit for the whole start, `init_timeout` (600 s), began earlier, counts all and "
+        "names nobody: raise it as well for a warm-up that compiles, or where this one is raised.",
         minimum=1,
     ),
     EnvVar(
