@@ -16,7 +16,7 @@ import torch
 from vllm_omni.diffusion.data import AsyncOutputKind, DiffusionOutput
 from vllm_omni.diffusion.ipc import unpack_diffusion_output_shm
 
-from vllm_omni_neuron import compat
+from vllm_omni_neuron import compat, shared_memory
 
 
 def worker_proc(*items: Any) -> Any:
@@ -36,7 +36,7 @@ def worker_proc(*items: Any) -> Any:
 def test_results_are_packed_without_a_stream() -> None:
     video = torch.arange(2_000_000, dtype=torch.int32)  # above vLLM-Omni's threshold for shared memory
     proc = worker_proc((DiffusionOutput(output=video), "id", None))
-    compat.pack_outputs_on_cpu(proc)
+    compat.pack_outputs_on_host(proc)
     [message] = proc.sent
     assert (message.kind, message.async_output_id, message.error) == (AsyncOutputKind.OUTPUT_READY, "id", None)
     unpack_diffusion_output_shm(message.output)
@@ -51,10 +51,31 @@ def test_a_result_that_cannot_be_packed_is_an_error_and_not_the_last(monkeypatch
 
     monkeypatch.setattr("vllm_omni.diffusion.ipc.pack_diffusion_output_shm", fail)
     proc = worker_proc(("bad", "one", None), ("good", "two", None))
-    compat.pack_outputs_on_cpu(proc)
+    compat.pack_outputs_on_host(proc)
     assert "No space left on device" in proc.sent[0].error
     assert proc.sent[1].error is None
     assert proc._async_output_pending == 0
+
+
+def test_results_are_packed_alike_on_a_device_and_not_beyond_the_room_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_omni.diffusion import ipc
+    from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
+
+    monkeypatch.setattr("omni_neuron_runtime.is_cpu_mode", lambda: False)
+    for owner, name in ((WorkerProc, "_async_output_loop"), (ipc, "_array_to_shm")):  # put back at the end
+        stock = getattr(owner.__dict__[name], compat._PATCHED, owner.__dict__[name])
+        monkeypatch.setattr(owner, name, stock)
+    compat.apply_worker_patches()
+    monkeypatch.setattr(shared_memory, "space", lambda: shared_memory.Space(4 << 20, 64 << 20))
+    fits, does_not = (DiffusionOutput(output=torch.ones(size << 20, dtype=torch.int32)) for size in (1, 2))
+    proc = worker_proc((does_not, "one", None), (fits, "two", None))
+    WorkerProc._async_output_loop(proc)
+    assert "a result needs 8 MiB of shared memory, /dev/shm has 4 MiB free of 64 MiB: " in proc.sent[0].error
+    assert "--shm-size" in proc.sent[0].error
+    assert proc.sent[1].error is None
+    unpack_diffusion_output_shm(proc.sent[1].output)
 
 
 def test_loggers_of_model_packages_write_where_vllms_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from vllm_omni.errors import OmniClientError
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from vllm_omni.lora.request import LoRARequest
 
+from vllm_omni_neuron import shared_memory
 from vllm_omni_neuron.sdk import (
     FEATURES,
     ComponentSpec,
@@ -281,6 +282,21 @@ def test_requests_in_the_engines_process(tmp_path: Path) -> None:
             pre_process(wrong)
     with pytest.raises(OmniClientError, match="b is no adapter"):
         Able.get_pre_process_func(config(tmp_path))(request_of(lora_request=LoRARequest("a", 1, "b")))
+
+
+def test_an_output_that_does_not_fit_into_shared_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the worker that hands it over is killed by SIGBUS, after the whole generation."""
+    monkeypatch.setattr(shared_memory, "space", lambda: shared_memory.Space(6 << 20, 64 << 20))
+    workers = {"parallel_config": {"cfg_parallel_size": 2}}
+    pre_process = Able.get_pre_process_func(config(tmp_path, **workers))
+    size = {"height": 512, "width": 1024}  # 6 MiB in float32
+    pre_process(request_of(**size))
+    with pytest.raises(OmniClientError, match=r"output of 2 × 3 × 1 × 512 × 1024 .*12 MiB .* 6 MiB free .*--shm-size"):
+        pre_process(request_of(num_outputs_per_prompt=2, **size))
+    pre_process(request_of(num_outputs_per_prompt=2, output_type="latent", **size))
+    Able.get_pre_process_func(config(tmp_path))(request_of(num_outputs_per_prompt=2, **size))  # one process
 
 
 def test_images_come_as_the_caller_wants_them() -> None:

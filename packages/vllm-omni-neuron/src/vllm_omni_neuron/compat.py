@@ -13,9 +13,13 @@ Replaced in the engine's process, by `apply_engine_patches` (called from `regist
 
 Replaced in each worker, by `apply_worker_patches` (called when `vllm_omni_neuron.worker` is imported):
 
-- `WorkerProc._async_output_loop` packs results without a side stream in CPU mode. It builds a stream on
-  `torch.accelerator.current_accelerator()`, which is None here; the thread dies and the engine waits for ever.
-  Patching `torch.accelerator` instead would make Dynamo start CUDA. Goes when the loop works without an accelerator.
+- `WorkerProc._async_output_loop` packs results without a side stream. It builds a stream on
+  `torch.accelerator.current_accelerator()`, which is None in CPU mode; on a device it numbers it with the rank, where
+  every process has one core, number 0, and copies into pinned memory, of which there is none. The thread dies and the
+  engine waits for ever. Patching `torch.accelerator` instead would make Dynamo start CUDA. Goes when the loop works
+  without an accelerator and asks the platform for device and pinned memory.
+- `vllm_omni.diffusion.ipc._array_to_shm` looks first whether `/dev/shm` has room for a result: to make a segment always
+  succeeds, and writing past the room kills the process. Goes when it allocates what it makes.
 - `multiprocessing.shared_memory._make_filename` gives a spawned worker's segments a prefix of the engine's
   (`name_shared_memory`), so that the engine can remove what a killed worker leaves. Goes when vLLM-Omni's `ipc` and
   vLLM's `MessageQueue` name their segments.
@@ -64,7 +68,7 @@ from typing import Any
 
 import torch
 
-import omni_neuron_runtime as runtime
+from vllm_omni_neuron import shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -146,16 +150,25 @@ def _dead_engine(message: str) -> Exception:
 
 
 def apply_worker_patches() -> None:
-    """Make the result thread work where torch knows no accelerator."""
-    if not runtime.is_cpu_mode():
-        return
+    """Make the result thread work without a stream, and fail instead of dying where `/dev/shm` is full."""
+    from vllm_omni.diffusion import ipc
     from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
 
-    _replace(WorkerProc, "_async_output_loop", pack_outputs_on_cpu)
+    array_to_shm = ipc._array_to_shm
+
+    @functools.wraps(array_to_shm)
+    def array_to_shm_with_room(array: Any) -> Any:
+        problem = shared_memory.space().lacks(array.nbytes, "a result")
+        if problem:
+            raise RuntimeError(problem)
+        return array_to_shm(array)
+
+    _replace(ipc, "_array_to_shm", array_to_shm_with_room)
+    _replace(WorkerProc, "_async_output_loop", pack_outputs_on_host)
 
 
-def pack_outputs_on_cpu(worker_proc: Any) -> None:
-    """`WorkerProc._async_output_loop` for results that are in the host's memory already."""
+def pack_outputs_on_host(worker_proc: Any) -> None:
+    """`WorkerProc._async_output_loop` for results that are in the host's memory already, or may be copied there."""
     from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
     from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
 

@@ -42,6 +42,12 @@ class Space(NamedTuple):
             f"and would kill it with SIGBUS; {REMEDY}"
         )
 
+    def lacks(self, needed: int, what: str) -> str:
+        """Why `what`, of `needed` bytes, does not fit, else ""."""
+        if self.free >= needed:
+            return ""
+        return f"{what} needs {needed / 2**20:.0f} MiB of shared memory, {self}: {REMEDY}"
+
 
 def space() -> Space:
     """What `/dev/shm` has now."""

@@ -14,6 +14,7 @@ from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.errors import OmniClientError
 
 from omni_neuron_parallel import Topology
+from vllm_omni_neuron import shared_memory
 from vllm_omni_neuron.sdk.engine_checks import check_engine_config, topology_of
 from vllm_omni_neuron.sdk.engine_hooks import EngineHooks
 from vllm_omni_neuron.sdk.images import fit_images, load_images
@@ -53,6 +54,8 @@ def pre_process_func(
     checkpoint = check_engine_config(od_config, pipeline_class)
     rules = pipeline_class.request_rules(od_config, checkpoint)
     topology = topology_of(od_config.parallel_config)
+    # Else the one rank is in this process, and its result goes nowhere.
+    has_workers = od_config.num_gpus != 1 or od_config.distributed_executor_backend == "mp"
 
     def pre_process(request: OmniDiffusionRequest) -> OmniDiffusionRequest:
         if request.is_dummy_run():
@@ -73,6 +76,8 @@ def pre_process_func(
                 )
             if params.lora_request is not None:
                 _check_lora(params.lora_request.lora_path, pipeline_class, checkpoint)
+            if has_workers:
+                _check_shared_memory(resolved)
         except RequestError as error:
             raise ClientRequestError(str(error)) from error
         request.prompt = fit_images(request.prompt, resolved)
@@ -126,6 +131,18 @@ def _check_lora(path: str, pipeline_class: type[EngineHooks], checkpoint: Any) -
         pipeline_class.check_lora(path, checkpoint)
     except ValueError as error:
         raise RequestError(str(error)) from error
+
+
+def _check_shared_memory(request: GenerationRequest) -> None:
+    """Refuse an output that does not fit into `/dev/shm`, through which it comes in float32. Latents are smaller."""
+    if request.output_type == "latent":
+        return
+    count, frames = request.num_outputs_per_prompt, request.num_frames
+    shape = f"{count} × 3 × {frames} × {request.height} × {request.width}"
+    nbytes = count * 3 * frames * request.height * request.width * 4
+    problem = shared_memory.space().lacks(nbytes, f"an output of {shape} in float32")
+    if problem:
+        raise RequestError(problem)
 
 
 def _check_sequence(request: GenerationRequest, tokens: int | None, topology: Topology) -> None:
