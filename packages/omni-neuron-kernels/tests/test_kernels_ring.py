@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ring attention on 1, 2, 4 and 8 ranks of one and two cores, against float64, where static bounds fail too."""
 
+import math
+
 import attention_cases as cases
 import pytest
 import torch
 
-from omni_neuron_kernels import explain, ring_attention
-from omni_neuron_nkisim import TensorSpec, last_stats, settings
+from omni_neuron_kernels import explain, ring_attention, ring_refusal
+from omni_neuron_nkisim import TensorSpec, last_stats, run_spmd, settings
 
 RANKS = [1, 2, 4, 8]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -236,3 +238,99 @@ def test_outside_a_limit_torch_runs_and_says_why(name):
 def test_arguments_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         ring_attention(*cases.heads(8), group=TwoRanks(), **options)
+
+
+def _launches_of_compiled_ranks(monkeypatch, q, k, v, key_mask, key_length):
+    """`ring_attention` compiled on two ranks, with a provider that takes it on the CPU: nodes and kernel arguments."""
+    from omni_neuron_kernels import dispatch, nki_attention
+
+    launches, nodes = [], []
+
+    class Module:
+        @staticmethod
+        def launch(*arguments):
+            launches.append(arguments)
+            return arguments[0], None
+
+        ring_attention = {nki_attention.CORES: launch}  # noqa: RUF012
+
+    def backend(graph, inputs):
+        nodes.append([node for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    candidates = dispatch._candidates
+    taking = dispatch.Implementation(nki_attention.ring_in_graph, nki_attention.ring_limits, 100)
+    fake = (dispatch._Candidate("nki", "here", taking),)
+    monkeypatch.setattr(dispatch, "_candidates", lambda op: fake if op == "ring_in_graph" else candidates(op))
+    monkeypatch.setattr(nki_attention, "kernels_of", lambda name: Module)
+    rows = k[0].shape[1]
+    masks = [nki_attention.ring_mask(k[n], n, 2, key_length, key_mask and key_mask[n]) for n in range(2)]
+    packed = []
+    for keys, mask in zip(k, masks, strict=True):
+        chosen = torch.ones(len(keys), rows, dtype=torch.bool) if mask is None else mask
+        sums, counts = torch.where(chosen[..., None, None], keys, 0).float().sum(1), chosen.sum(1).float()
+        packed.append(torch.cat([sums, counts[:, None, None].expand(*sums.shape[:2], 1)], -1))
+
+    class OfTwo:
+        ranks, size = (1, 0), 2
+
+        def __init__(self, rank):
+            self.rank = rank
+
+        def all_gather(self, tensor, dim):
+            torch._assert(tensor.shape[0] == 1 and dim == 0, "one tensor of a rank")
+            other = packed[1 - self.rank][None]
+            return torch.cat([tensor, other] if self.rank == 0 else [other, tensor], 0)
+
+    for rank in range(2):
+        torch._dynamo.reset()
+
+        options = {"group": OfTwo(rank), "replica_groups": [(1, 0)], "key_length": key_length}
+
+        def attend(q, k, v, mask, options=options):
+            return ring_attention(q, k, v, key_mask=mask, **options).output
+
+        compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=False)
+        with torch.inference_mode():
+            compiled(q[rank], k[rank], v[rank], key_mask and key_mask[rank])
+    return nodes, launches
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_compiled_the_ring_is_one_node_whose_kernel_is_exact(masked, monkeypatch):
+    q, k, v = (tensor.chunk(2, 1) for tensor in cases.heads(40))
+    length, key_mask, whole = 40, None, None
+    if masked:
+        # Keys beyond the length and masked ones hold anything; half of the scores are far below zero.
+        length = 31
+        key_mask = [torch.arange(20)[None] % 3 > 0, torch.arange(20)[None] % 2 > 0]
+        whole = torch.cat(key_mask, 1) & (torch.arange(40) < length)
+        k = [torch.where(mask[..., None, None], keys - 30, math.nan) for mask, keys in zip(key_mask, k, strict=True)]
+    nodes, launches = _launches_of_compiled_ranks(monkeypatch, q, k, v, key_mask, length)
+    monkeypatch.undo()
+    for calls in nodes:
+        [node] = [node for node in calls if "ring_attention" in str(node.target)]
+        assert node.args[4:] == (0.25, [1, 0], 2, 1)
+        assert not any("scaled_dot" in str(call.target) for call in calls)
+    world = {1: launches[0], 0: launches[1]}
+    results = run_spmd(cases.kernels("ring_attention").ring_attention, [world[n] for n in range(2)], lnc=2)
+    output = torch.cat([results[n][0].unflatten(0, (1, -1)).transpose(1, 2) for n in (1, 0)], 1)
+    clean = torch.cat([torch.nan_to_num(keys) for keys in k], 1)
+    cases.check(output, torch.cat(q, 1), clean, torch.cat(v, 1), whole)
+    assert [int(result[-1].sum()) for result in results] == [0, 0]
+
+
+def test_where_no_kernel_takes_a_compiled_ring_its_reference_is_traced():
+    q, k, v = cases.heads(20)
+    reasons = ring_refusal(q, k, v, group=TwoRanks(), scale=0.25)
+    assert "not on a Neuron device" in reasons and "each a process of its own" in reasons
+    assert "no torch reference" in reasons
+    assert ring_refusal(q, k, v, group=Group(), scale=0.25) is None
+
+    def attend(q, k, v):
+        return ring_attention(q, k, v, group=TwoRanks()).output
+
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        compiled = torch.compile(attend, backend="eager", fullgraph=True)(q, k, v)
+    torch.testing.assert_close(compiled, attend(q, k, v))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,17 @@ import torch.distributed as dist
 from compiled_ranks import collectives_agree, masked_attention_agrees
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from omni_neuron_kernels import dispatch
 from omni_neuron_parallel import (
+    ContextMethod,
     RankPool,
     Topology,
+    context_attention,
     destroy_parallel,
     get_group,
     initialize_parallel,
 )
-from omni_neuron_runtime import declared_world, execute_on_all_ranks, lower_on_paper
+from omni_neuron_runtime import CompileError, compile_errors, declared_world, execute_on_all_ranks, lower_on_paper
 
 LAYOUTS = [Topology(tp=t, cp=c, cfg=g) for t, c, g in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2)) if 1 < t * c * g <= 8]
 LARGE = [Topology(tp=4, cp=8, cfg=2), Topology(tp=8, cp=4)]
@@ -37,6 +41,58 @@ def test_a_mask_is_data_of_one_graph(two_ranks: RankPool, method: str) -> None:
     for report in two_ranks.run(masked_attention_agrees, method):
         assert report["graphs"] == 2
         assert report["difference"] < 1e-5  # type: ignore[operator]
+
+
+def _nodes_of_compiled_attention(method: ContextMethod, device: str = "cpu", **options: Any) -> list[str]:
+    """Compiled as rank 1 of TP2×CP2: the calls in the graph, and the arguments of a ring's node that are no tensors."""
+    called: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                plain = [argument for argument in node.args if isinstance(argument, list | tuple | int)]
+                called.append(" ".join(map(str, (node.target, *plain))))
+        return graph.forward
+
+    torch._dynamo.reset()
+    q = torch.empty(1, 6, 2, 8, device=device)
+    with declared_world(4, rank=1):
+        initialize_parallel(Topology(tp=2, cp=2))
+        try:
+            group = get_group("cp")
+            compiled = torch.compile(
+                lambda q: context_attention(q, q, q, group=group, method=method, **options),
+                backend=backend,
+                fullgraph=True,
+                dynamic=False,
+            )
+            with torch.inference_mode(), compile_errors("attention"):
+                compiled(q)
+        finally:
+            destroy_parallel()
+    return called
+
+
+def test_the_ring_of_a_kernel_is_one_node_with_the_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert any("collective_permute" in call for call in _nodes_of_compiled_attention("ring"))
+    candidates = dispatch._candidates
+    taking = dispatch.Implementation(lambda q, *_, **__: q.clone(), lambda *_, **__: None, 100)
+    fake = (dispatch._Candidate("some", "kernels", taking),)
+    monkeypatch.setattr(dispatch, "_candidates", lambda op: fake if op == "ring_in_graph" else candidates(op))
+    ring = [call for call in _nodes_of_compiled_attention("ring") if call.startswith(("omni_neuron", "_c10d"))]
+    assert ring == ["omni_neuron_kernels.ring_attention [0, 2, 1, 3] 2 1"]
+    gathered = " ".join(_nodes_of_compiled_attention("auto"))
+    assert "all_gather" in gathered and "flash_attention" in gathered and "ring" not in gathered
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [({}, "tensors on meta, not on a Neuron device"), ({"return_lse": True}, "have no kernel")]
+)
+def test_a_ring_that_only_the_host_can_compile_is_refused_for_a_device(options: dict[str, Any], reason: str) -> None:
+    message = rf"method = 'ring' cannot be compiled for meta \(.*{reason}.*valid are gather and auto"
+    with pytest.raises(CompileError, match=message):
+        _nodes_of_compiled_attention("ring", "meta", **options)
+    assert not any("ring" in call for call in _nodes_of_compiled_attention("auto", "meta"))
 
 
 def test_stablehlo_collectives_on_four_ranks(four_ranks: RankPool, tmp_path: Path) -> None:

@@ -35,16 +35,6 @@ def test_split_and_join_is_identity(world: int) -> None:
             assert int(shard.pad_mask().sum()) == shard.num_pad
 
 
-@pytest.mark.parametrize("runs", [[13], [4, 4, 5], [1, 0, 12], [0, 7, 6], [2] * 6 + [1]])
-def test_runs_are_cut_like_the_tensor_they_stand_for(runs: list[int]) -> None:
-    values = parallel_ranks.random(2, len(runs), 6, 3, seed=1)
-    whole = values.repeat_interleave(torch.tensor(runs), 1)
-    for world in range(1, 9):
-        for rank in range(world):
-            shard = SequenceShard(13, world, rank)
-            assert torch.equal(shard.split_runs(values, runs, 1), shard.split(whole, 1))
-
-
 @pytest.mark.parametrize("length", [1, 3, 4, 13])
 def test_gather_on_ranks(length: int, four_ranks: RankPool) -> None:
     whole = parallel_ranks.random(2, length, 3, seed=0)
@@ -71,10 +61,6 @@ def test_errors() -> None:
         shard.gather(torch.zeros(1, 3), 1, AxisGroup("cp"))
     with pytest.raises(ValueError, match=r"dim 0 of a tensor \(2,\) has 2 rows, not 5 \(one shard\)"):
         SequenceShard(5).gather(torch.zeros(2), 0, AxisGroup("cp"))
-    with pytest.raises(ValueError, match=r"runs of \[2, 2\] tokens do not make a sequence of 5"):
-        shard.split_runs(torch.zeros(1, 2), [2, 2], 1)
-    with pytest.raises(ValueError, match=r"has 3 rows, not 2 \(one row a run\)"):
-        shard.split_runs(torch.zeros(1, 3), [2, 3], 1)
 
 
 def test_what_a_transformer_knows_of_its_place() -> None:

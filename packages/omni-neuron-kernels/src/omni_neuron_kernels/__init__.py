@@ -3,6 +3,7 @@
 
 from omni_neuron_kernels.__about__ import __version__
 from omni_neuron_kernels.dispatch import ENTRY_POINT_GROUP, Choice, Implementation, explain
+from omni_neuron_kernels.graph_ops import ring_refusal
 from omni_neuron_kernels.ops import adaln_modulate, gated_mlp, mlp, output_projection, rms_norm
 from omni_neuron_kernels.ops_attention import flash_attention, ring_attention
 from omni_neuron_kernels.ops_convolution import causal_conv3d
@@ -57,6 +58,7 @@ __all__ = [
     "qkv_projection",
     "quantize_mx",
     "ring_attention",
+    "ring_refusal",
     "rms_norm",
     "rotate_pairs",
     "row_quantize",

@@ -3,7 +3,8 @@
 
 A node's arguments are tensors and plain numbers, and it returns new tensors. Where a public function is more than that
 (a stream that it hands back, a sum over ranks that the caller makes), it is traced around the node: `traced`.
-`ring_attention` is not among them: its collectives would be inside of a node. Compiled, its reference is traced.
+`ring_attention` has a node where a kernel takes it, with the collectives inside and without a torch reference; where
+none does (`ring_refusal`), its reference is traced, which gathers.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from omni_neuron_kernels import dispatch
+from omni_neuron_kernels import dispatch, reference_attention
 from omni_neuron_kernels.__about__ import __version__
+from omni_neuron_kernels.nki_attention import ring_mask
 from omni_neuron_kernels.reference import REFERENCE
+from omni_neuron_kernels.reference_attention import RingAttention, RingGroup
 from omni_neuron_kernels.reference_fp8 import MX_DTYPES, MX_GROUP
 from omni_neuron_kernels.reference_projection import AllReduce, norm_over_ranks
 from omni_neuron_runtime import KernelOp, register_kernel_op
@@ -118,6 +122,26 @@ def _flash_attention(
     key_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     return call("flash_attention", q, k, v, scale=scale, key_length=key_length, key_mask=key_mask)
+
+
+@_graph_op(_one_like_first)
+def _ring_attention(
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    scale: float,
+    replica_groups: list[int],
+    group_size: int,
+    kv_prefetch_depth: int,
+) -> torch.Tensor:
+    options = {"key_mask": key_mask, "scale": scale, "kv_prefetch_depth": kv_prefetch_depth}
+    return call("ring_in_graph", q, k, v, replica_groups=_groups(replica_groups, group_size), **options)
+
+
+def _groups(ranks: list[int], size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(ranks[first : first + size]) for first in range(0, len(ranks), size))
 
 
 def _mlp_shape(x: torch.Tensor, *tensors: torch.Tensor, **named: Any) -> torch.Tensor:
@@ -442,12 +466,84 @@ def _trace_qkv_op(
     return query, key, value
 
 
+def ring_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: RingGroup, scale: float) -> str | None:
+    """Why compiled code has no ring of a kernel for these arguments of `ring_attention`; None where it has one.
+
+    Callable in code that torch.compile traces, which cannot see into `explain`.
+    """
+    dtypes = (q.dtype, k.dtype, v.dtype)
+    return _ring_refusal(tuple(q.shape), tuple(k.shape), dtypes, q.device.type, group.size, scale) or None
+
+
+@torch.compiler.assume_constant_result
+def _ring_refusal(
+    query: tuple[int, ...],
+    keys: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: str,
+    ranks: int,
+    scale: float,
+) -> str:
+    with FakeTensorMode():
+        shapes = (query, keys, keys)
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    groups = (tuple(range(ranks)),)
+    try:
+        dispatch.explain(
+            "ring_in_graph", *tensors, key_mask=None, scale=scale, replica_groups=groups, kv_prefetch_depth=1
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _trace_ring(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: RingGroup,
+    replica_groups: tuple[tuple[int, ...], ...],
+    scale: float,
+    key_length: int,
+    key_mask: torch.Tensor | None,
+    return_lse: bool,
+    kv_prefetch_depth: int,
+) -> RingAttention:
+    if return_lse or ring_refusal(q, k, v, group=group, scale=scale) is not None:
+        return reference_attention.ring_attention(
+            q,
+            k,
+            v,
+            group=group,
+            replica_groups=replica_groups,
+            scale=scale,
+            key_length=key_length,
+            key_mask=key_mask,
+            return_lse=return_lse,
+            kv_prefetch_depth=kv_prefetch_depth,
+        )
+    mask = ring_mask(k, group.rank, group.size, key_length, key_mask)
+    if mask is not None:
+        # A key that takes no part becomes the mean of those that do, whose score is below the row's largest.
+        chosen = mask[:, :, None, None]
+        sums = torch.where(chosen, k, 0).float().sum(1)
+        counts = mask.sum(1).float()[:, None, None].expand(*sums.shape[:2], 1)
+        totals = group.all_gather(torch.cat([sums, counts], dim=-1)[None], dim=0).sum(0)
+        mean = totals[..., :-1] / totals[..., -1:]
+        k, v = torch.where(chosen, k, mean[:, None].to(k.dtype)), torch.where(chosen, v, 0)
+    ranks = [rank for one in replica_groups for rank in one]
+    output = OPS.ring_attention(q, k, v, mask, scale, ranks, group.size, kv_prefetch_depth)
+    return RingAttention(output, None, torch.zeros((), dtype=torch.int64, device=q.device))
+
+
 _TRACED: dict[str, Call] = {
     "rms_norm": lambda x, weight, *, epsilon: OPS.rms_norm(x, weight, epsilon),
     "adaln_modulate": _trace_adaln,
     "flash_attention": lambda q, k, v, *, scale, key_length, key_mask: OPS.flash_attention(
         q, k, v, scale, key_length, key_mask
     ),
+    "ring_attention": _trace_ring,
     "mlp": lambda *tensors: OPS.mlp(*tensors),
     "gated_mlp": lambda *tensors, activation: OPS.gated_mlp(*tensors, activation),
     "output_projection": lambda *tensors: OPS.output_projection(*tensors),

@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
         biases: none, or one `[B · N, tiles]`.
     """
 
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    tensors: tuple[torch.Tensor, ...]
     regimes: tuple[Regime, ...]
     masks: tuple[torch.Tensor, ...]
     biases: tuple[torch.Tensor, ...]
@@ -68,9 +68,13 @@ def prepared(
         regimes, shifts = softmax_regimes(q, statistics, scale=scale)
         flat = tuple(regime for heads in regimes for regime in heads)
         biases = (-shifts.flatten(0, 1),) if "tile_shift" in flat else ()
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (q, k, v))
     masks = () if mask is None else (mask.to(k.dtype),)
-    return Prepared((q, k, v), flat, masks, biases)
+    return Prepared(_by_heads(q, k, v), flat, masks, biases)
+
+
+def _by_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`[B, S, heads, D]` to `[B · heads, S, D]`."""
+    return tuple(tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in tensors)
 
 
 def flash_attention(
@@ -119,6 +123,35 @@ def ring_attention(
     return RingAttention(output, results[1].unflatten(0, (batch, -1)) if return_lse else None, results[-1].sum())
 
 
+def ring_in_graph(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    key_mask: torch.Tensor | None,
+    scale: float,
+    replica_groups: tuple[tuple[int, ...], ...],
+    kv_prefetch_depth: int,
+) -> torch.Tensor:
+    """The kernel of `ring_attention` as a node of a graph: one program for all data, with a running maximum.
+
+    Args:
+        q, k, v: as for `ring_attention`; a key that takes no part raises no maximum by more than rounding, and its
+            value is zero (`graph_ops` sees to both).
+        key_mask: bool `[B, S_local]`, this rank's keys that take part; None: all of every rank.
+        scale, replica_groups, kv_prefetch_depth: as for `ring_attention`.
+
+    Returns:
+        Shape and dtype of `q`.
+    """
+    regime: Regime = "running_maximum"
+    regimes = (regime,) * (q.shape[0] * q.shape[2])
+    masks = () if key_mask is None else (key_mask.to(k.dtype),)
+    kernel = kernels_of("ring_attention").ring_attention[CORES]
+    results = kernel(*_by_heads(q, k, v), scale, regimes, replica_groups, kv_prefetch_depth, False, masks, ())
+    return results[0].unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+
+
 def ring_mask(
     k: torch.Tensor, rank: int, size: int, key_length: int, key_mask: torch.Tensor | None
 ) -> torch.Tensor | None:
@@ -150,12 +183,23 @@ def ring_limits_in_simulator(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: RingGroup, **options: Any
 ) -> str | None:
     """Why not `ring_attention` in the simulator, whose ranks are threads of one process."""
-    if group.size > 1:
-        return (
-            f"a ring of {group.size} ranks, each a process of its own; the simulator runs all ranks in one "
-            "(omni_neuron_nkisim.run_spmd)"
-        )
-    return ring_limits(q, k, v, **options)
+    return _several(group.size) or ring_limits(q, k, v, **options)
+
+
+def graph_limits_in_simulator(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, replica_groups: tuple[tuple[int, ...], ...], **options: Any
+) -> str | None:
+    """Why not `ring_in_graph` in the simulator."""
+    return _several(len(replica_groups[0])) or ring_limits(q, k, v, **options)
+
+
+def _several(ranks: int) -> str | None:
+    if ranks == 1:
+        return None
+    return (
+        f"a ring of {ranks} ranks, each a process of its own; the simulator runs all ranks in one "
+        "(omni_neuron_nkisim.run_spmd)"
+    )
 
 
 def _limits(head_dim: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> str | None:

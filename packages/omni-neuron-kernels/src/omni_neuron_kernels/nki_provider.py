@@ -178,6 +178,7 @@ _OPS: dict[str, Op] = {
     "qkv_projection": (nki_projection.qkv_projection, nki_projection.qkv_limits),
     "quantize_mx": (nki_fp8.quantize_mx, nki_fp8.quantize_mx_limits),
     "ring_attention": (nki_attention.ring_attention, nki_attention.ring_limits),
+    "ring_in_graph": (nki_attention.ring_in_graph, nki_attention.ring_limits),
     "row_quantize": (nki_fp8.row_quantize, nki_fp8.row_quantize_limits),
     "rms_norm": (_rms_norm, _rms_norm_limits),
 }
@@ -194,5 +195,9 @@ ON_DEVICE = _provider(_not_on_device, 100, _OPS)
 IN_SIMULATOR = _provider(
     _not_in_simulator,
     50,
-    {**_OPS, "ring_attention": (nki_attention.ring_attention, nki_attention.ring_limits_in_simulator)},
+    {
+        **_OPS,
+        "ring_attention": (nki_attention.ring_attention, nki_attention.ring_limits_in_simulator),
+        "ring_in_graph": (nki_attention.ring_in_graph, nki_attention.graph_limits_in_simulator),
+    },
 )

@@ -64,6 +64,8 @@ def ring_attention(
     """softmax(scale · q kᵀ) v of this rank's queries over the keys of every rank of `group`. Collective over `group`.
 
     The kernel passes blocks of keys and values round a ring while others are computed; the reference gathers them.
+    In compiled code, where a kernel takes the arguments (`ring_refusal`), it is one node with a running maximum for all
+    heads, without `return_lse`, and rows that are lost are not counted; else the reference is traced.
 
     Args:
         q: `[B, S_q, N, D]`, this rank's queries.

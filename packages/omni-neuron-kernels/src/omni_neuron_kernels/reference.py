@@ -79,29 +79,37 @@ def _never(*tensors: Any, **options: Any) -> None:
     return None
 
 
-REFERENCE = {
-    function.__name__: Implementation(function, _never, priority=0)
-    for function in (
-        rms_norm,
-        adaln_modulate,
-        reference_attention.flash_attention,
-        reference_attention.ring_attention,
-        mlp,
-        gated_mlp,
-        output_projection,
-        reference_convolution.causal_conv3d,
-        reference_fp8.adaln_modulate_fp8,
-        reference_fp8.quantize_mx,
-        reference_fp8.row_quantize,
-        reference_projection.qkv_partial,
-        reference_projection.qkv_projection,
-    )
-} | {
-    function.__name__: Implementation(function, reference_fp8.native_refusal, priority=0)
-    for function in (
-        reference_fp8.fp8_mlp,
-        reference_fp8.fp8_output_projection,
-        reference_fp8.fp8_qkv_partial,
-        reference_fp8.fp8_qkv_projection,
-    )
-}
+REFERENCE = (
+    {
+        function.__name__: Implementation(function, _never, priority=0)
+        for function in (
+            rms_norm,
+            adaln_modulate,
+            reference_attention.flash_attention,
+            reference_attention.ring_attention,
+            mlp,
+            gated_mlp,
+            output_projection,
+            reference_convolution.causal_conv3d,
+            reference_fp8.adaln_modulate_fp8,
+            reference_fp8.quantize_mx,
+            reference_fp8.row_quantize,
+            reference_projection.qkv_partial,
+            reference_projection.qkv_projection,
+        )
+    }
+    | {
+        "ring_in_graph": Implementation(
+            reference_attention.ring_in_graph, reference_attention.several_ranks, priority=0
+        )
+    }
+    | {
+        function.__name__: Implementation(function, reference_fp8.native_refusal, priority=0)
+        for function in (
+            reference_fp8.fp8_mlp,
+            reference_fp8.fp8_output_projection,
+            reference_fp8.fp8_qkv_partial,
+            reference_fp8.fp8_qkv_projection,
+        )
+    }
+)

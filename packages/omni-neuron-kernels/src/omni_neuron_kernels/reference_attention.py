@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +94,29 @@ def ring_attention(
     mask = None if key_mask is None else key_mask[:, :key_length]
     lse = log_sum_exp(q, k[:, :key_length], scale, mask)
     return RingAttention(output, lse if return_lse else None, (~lse.isfinite()).sum())
+
+
+def ring_in_graph(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    key_mask: torch.Tensor | None,
+    scale: float,
+    replica_groups: tuple[tuple[int, ...], ...],
+    kv_prefetch_depth: int,
+) -> torch.Tensor:
+    """See `nki_attention.ring_in_graph`; of a ring of one rank (`several_ranks`)."""
+    refusal = several_ranks(q, k, v, replica_groups=replica_groups)
+    if refusal is not None:
+        raise ValueError(refusal)
+    return flash_attention(q, k, v, scale=scale, key_length=k.shape[1], key_mask=key_mask)
+
+
+def several_ranks(*tensors: torch.Tensor, replica_groups: tuple[tuple[int, ...], ...], **options: Any) -> str | None:
+    """Why not `ring_in_graph`: a node holds its collectives, and a reference has none."""
+    ranks = len(replica_groups[0])
+    return None if ranks == 1 else f"a ring of {ranks} ranks in one node has no torch reference"
 
 
 def log_sum_exp(q: torch.Tensor, k: torch.Tensor, scale: float, key_mask: torch.Tensor | None = None) -> torch.Tensor:

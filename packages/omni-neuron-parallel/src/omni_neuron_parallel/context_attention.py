@@ -16,6 +16,7 @@ from omni_neuron_kernels import (
     head_norm_max,
     log_sum_exp,
     ring_attention,
+    ring_refusal,
 )
 from omni_neuron_parallel.groups import AxisGroup, get_partition
 from omni_neuron_parallel.softmax_sums import HeadSums
@@ -113,8 +114,9 @@ def context_attention(
     the running maximum, and nothing is gathered for the proof.
 
     A kernel library may have a ring of its own, in one kernel: `omni_neuron_kernels.explain("ring_attention", …)` says
-    whether one takes the arguments. It then runs instead of torch's ring, and is what "auto" chooses. Not with
-    `joint_kv` and not in compiled code.
+    whether one takes the arguments, in compiled code `ring_refusal`. It then runs instead of torch's ring, and is what
+    "auto" chooses in eager code; compiled, "auto" gathers. Not with `joint_kv`, and in compiled code not with
+    `return_lse`. Torch's own ring is compiled for the host only: its rotation is no operation of a device's compiler.
 
     Args:
         q: `[B, S_q, N, D]`, this rank's queries; S_q is free, so queries that every rank holds may be among them.
@@ -142,7 +144,8 @@ def context_attention(
 
     Raises:
         ValueError: shapes that do not fit, an unknown method, a `kv_length` that leaves no key or names too many, a
-            mask that is not bool or leaves no key, or a `joint_mask` without `joint_kv`.
+            mask that is not bool or leaves no key, a `joint_mask` without `joint_kv`, or "ring" in code that is
+            compiled for a device, where no kernel takes the arguments.
     """
     _check(q, k, v, joint_kv, method)
     _check_mask("key_mask", key_mask, k)
@@ -156,7 +159,13 @@ def context_attention(
     if key_mask is not None and not torch.compiler.is_compiling():
         _check_keys_left(key_mask[:, : valid[group.rank]], group, joint)
     lse: torch.Tensor | None
-    kernel_ring = None if method == "gather" else _kernel_ring(q, k, v, group, scale, sum(valid), joint, key_mask)
+    kernel_ring = None
+    if group.size > 1 and method != "gather":
+        if torch.compiler.is_compiling():
+            takes = method == "ring" and _takes_compiled_ring(q, k, v, group, scale, joint, return_lse)
+        else:
+            takes = joint is None
+        kernel_ring = _kernel_ring(q, k, v, group, scale, sum(valid), key_mask) if takes else None
     if kernel_ring is not None:
         output, lse, _ = ring_attention(q, k, v, **kernel_ring, return_lse=return_lse or stats is not None)
         if stats is not None:
@@ -220,6 +229,28 @@ def _check_keys_left(key_mask: torch.Tensor, group: AxisGroup, joint: _Joint | N
         raise ValueError(f"key_mask leaves batch elements {without} without a key; valid is at least one key for each")
 
 
+def _takes_compiled_ring(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: AxisGroup,
+    scale: float,
+    joint: _Joint | None,
+    return_lse: bool,
+) -> bool:
+    """Whether a kernel's ring is the node of a graph; False for torch's own ring, which only the host can compile."""
+    if joint is not None or return_lse:
+        refusal: str | None = "joint_kv and return_lse have no kernel"
+    else:
+        refusal = ring_refusal(q, k, v, group=group, scale=scale)
+    if refusal is not None and q.device.type != "cpu":
+        raise ValueError(
+            f"method = 'ring' cannot be compiled for {q.device.type} ({refusal}): valid are gather and auto (of an "
+            f"engine, the setting context_method)"
+        )
+    return refusal is None
+
+
 def _kernel_ring(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -227,12 +258,9 @@ def _kernel_ring(
     group: AxisGroup,
     scale: float,
     kv_length: int,
-    joint: _Joint | None,
     key_mask: torch.Tensor | None,
 ) -> dict[str, Any] | None:
     """The options of `ring_attention` where someone takes these arguments; None for the reference, which gathers."""
-    if group.size == 1 or joint is not None or torch.compiler.is_compiling():
-        return None
     options = {
         "group": group,
         "replica_groups": get_partition(group),
@@ -240,6 +268,8 @@ def _kernel_ring(
         "key_length": kv_length,
         "key_mask": key_mask,
     }
+    if torch.compiler.is_compiling():  # `_takes_compiled_ring` has asked
+        return options
     return options if explain("ring_attention", q, k, v, **options).provider != "torch" else None
 
 

@@ -135,7 +135,7 @@ def place_on_fabric(topology: Topology) -> Topology:
     listed = "; ".join(f"{axis} {[cores[rank] for rank in groups[0]]}" for axis, groups in refused.items())
     raise ValueError(
         f"{topology} on the cores {','.join(map(str, cores))}: collectives over these cores cannot be routed on trn2: "
-        f"{listed}. A group takes the same cores of one chip (core // {CORES_PER_CHIP}), of two neighbours, of a row, of "
-        f"a column or of a rectangle of the torus. List cores that follow each other from a multiple of 16 in "
+        f"{listed}. A group takes the same cores of one chip (core // {CORES_PER_CHIP}), two neighbours, a row, a "
+        f"column or a rectangle of the torus. List cores that follow each other from a multiple of 16 in "
         f"NEURON_VISIBLE_DEVICES, or choose another layout; VLLM_NEURON_SWITCH_CC=1 is for collectives through a switch"
     )

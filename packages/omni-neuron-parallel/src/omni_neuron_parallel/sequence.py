@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,32 +96,6 @@ class SequenceShard:
         dim %= tensor.dim()
         padded = _append_zeros(tensor, self.shard_length * self.world - self.sequence_length, dim)
         return padded.unflatten(dim, (self.world, self.shard_length)).index_select(dim, place).squeeze(dim)
-
-    def split_runs(self, values: torch.Tensor, run_lengths: Sequence[int], dim: int) -> torch.Tensor:
-        """This rank's rows of a piecewise constant tensor, such as modulation with one timestep a frame.
-
-        The same as `split` of the values repeated over the whole sequence, which is never built.
-
-        Args:
-            values: any shape with one row a run along `dim`.
-            run_lengths: tokens of each run; they sum to `sequence_length`.
-            dim: the tensor's dim of runs.
-
-        Returns:
-            The same with `shard_length` rows along `dim`, one a token; pads are zero.
-
-        Raises:
-            ValueError: runs that do not cover the sequence, or another number of rows than runs.
-        """
-        if sum(run_lengths) != self.sequence_length or min(run_lengths) < 0:
-            raise ValueError(f"runs of {list(run_lengths)} tokens do not make a sequence of {self.sequence_length}")
-        self._check_rows(values, dim, len(run_lengths), "one row a run")
-        counts, first = [], 0
-        for length in run_lengths:
-            counts.append(max(0, min(self.end, first + length) - max(self.start, first)))
-            first += length
-        repeats = torch.tensor(counts, device=values.device)
-        return self._pad(values.repeat_interleave(repeats, dim, output_size=self.valid_length), dim)
 
     def gather(self, tensor: torch.Tensor, dim: int, group: AxisGroup) -> torch.Tensor:
         """The whole tensor from every rank's shard, pads dropped, the same on every rank. Collective over `group`.

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 GIB = 2**30
 MIB = 2**20
-LOGICAL_CORES_PER_CHIP = 4
 PHYSICAL_PER_LOGICAL_CORE = 2
 
 _HW = "AWS Neuron documentation 2.32, hardware pages (about-neuron/arch/neuron-hardware)"
