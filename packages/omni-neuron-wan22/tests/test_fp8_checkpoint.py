@@ -208,10 +208,6 @@ def edit(checkpoint: WanCheckpoint, change: Callable[[dict[str, torch.Tensor]], 
     return path
 
 
-def file_tensors(checkpoint: WanCheckpoint) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.fp8_file("transformer").path)
-
-
 def test_dequantised_weights_are_those_of_float32_within_fp8s_precision(plain: Path, checkpoint: WanCheckpoint) -> None:
     exact = load_transformer(WanCheckpoint(plain), "transformer", dtype=torch.float32).state_dict()
     loaded = load_transformer(checkpoint, "transformer", dtype=torch.float32).state_dict()

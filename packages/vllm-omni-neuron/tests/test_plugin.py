@@ -16,8 +16,6 @@ import pytest
 import omni_neuron_runtime as runtime
 import vllm_omni_neuron as plugin
 
-INACTIVE = {"VLLM_NEURON_CPU_MODE": "0"}
-
 
 @pytest.fixture
 def inactive(monkeypatch: pytest.MonkeyPatch) -> None:

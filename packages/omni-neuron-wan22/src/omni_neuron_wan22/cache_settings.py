@@ -10,8 +10,6 @@ from typing import Any
 
 from omni_neuron_wan22.config import WanConfigError
 
-CACHE_BACKENDS = ("none", "cache_dit")
-
 
 @dataclass(frozen=True)
 class CacheSettings:

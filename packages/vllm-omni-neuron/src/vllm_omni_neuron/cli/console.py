@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
