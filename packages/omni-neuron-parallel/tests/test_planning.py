@@ -132,6 +132,11 @@ def test_a_text_that_joins_self_attention() -> None:
 
     assert sent(joint)["sums of feed-forward"] == (4, 42 * 128 * 2)
     assert sent(joint)["modulation"] == (2, 4 * 6 * 128 * 2)
+    with pytest.raises(PlanError, match="ring cannot be compiled for a device: the text joins self-attention"):
+        plan(Case(joint_model(), Layout(2, 3, method="ring"), SHAPE), TRN2)
+    assert plan_as_json(plan(joint, TRN2), 6)["other_method"] is None
+    found = suggest(joint_model(), SHAPE, TRN2, 8)
+    assert {choice.case.layout.method for each in found for choice in (each.plan, *each.others)} == {"gather"}
     split = sent(Case(joint_model(), Layout(2, 3, sequence_parallel=True), SHAPE))
     assert split["sums of feed-forward"] == (4, 32 * 128 * 2)
     assert split["sums of the text's feed-forward"] == (4, 10 * 128 * 2)

@@ -32,6 +32,7 @@ from vllm_omni_neuron.sdk import (
     RequestRules,
     Setting,
     check_choice,
+    check_compiled_ring,
     check_engine_config,
     check_guidance_scale,
     check_number,
@@ -240,6 +241,20 @@ def test_compilation_is_refused_where_the_platform_would_compile(
         check_engine_config(config(tmp_path), Drawing)
     check_engine_config(config(tmp_path, enforce_eager=True), Drawing)
     check_engine_config(config(tmp_path), Able)
+
+
+def test_a_ring_that_no_kernel_takes_is_refused_where_it_would_be_compiled_for_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = {"additional_config": {"context_method": "ring"}, "parallel_config": {"ring_degree": 2}}
+    check_compiled_ring(config(tmp_path, **ring), "a joint text")
+    monkeypatch.delenv("VLLM_NEURON_CPU_MODE")
+    for allowed in ({"enforce_eager": True}, {"additional_config": {}}, {"parallel_config": {}}):
+        check_compiled_ring(config(tmp_path, **ring | allowed), "a joint text")
+    with pytest.raises(
+        ModelConfigError, match="'ring' cannot be compiled with 'neuron_native': a joint text"
+    ):
+        check_compiled_ring(config(tmp_path, **ring), "a joint text")
 
 
 def test_cores_whose_collectives_cannot_be_routed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

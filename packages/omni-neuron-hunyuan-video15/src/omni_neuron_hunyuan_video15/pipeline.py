@@ -25,6 +25,7 @@ from vllm_omni_neuron.sdk import (
     RequestRules,
     Setting,
     Trajectory,
+    check_compiled_ring,
     check_number,
     check_tensor_parallel,
     on_output_rank,
@@ -57,6 +58,7 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
         checkpoint.check()
         heads = checkpoint.transformer_config.num_attention_heads
         check_tensor_parallel(od_config.parallel_config.tensor_parallel_size, heads)
+        check_compiled_ring(od_config, "its text joins self-attention")
 
     @classmethod
     def request_rules(cls, od_config: Any, checkpoint: Any) -> RequestRules:

@@ -114,6 +114,12 @@ class Layout:
                 raise PlanError(setting, f"{value} is not 1 or more")
         if self.method not in METHODS:
             raise PlanError("method", f"{self.method!r} is not one of {', '.join(METHODS)}")
+        if self.cp > 1 and self.method not in methods_of(model):
+            raise PlanError(
+                "method",
+                f"{self.method} cannot be compiled for a device: the text joins self-attention, which no kernel's ring "
+                f"takes; valid is {', '.join(methods_of(model))}",
+            )
         if model.heads % self.tp:
             valid = ", ".join(map(str, valid_tensor_parallel_sizes(model.heads)))
             raise PlanError("tp", f"{self.tp} does not divide the {model.heads} attention heads; valid are {valid}")
@@ -132,6 +138,11 @@ class Layout:
 
     def __str__(self) -> str:
         return f"TP{self.tp}×CP{self.cp}×CFG{self.cfg}"
+
+
+def methods_of(model: ModelSizes) -> tuple[Method, ...]:
+    """How context parallelism can share the model's keys and values in code that is compiled for a device."""
+    return ("gather",) if model.joint_text else METHODS
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from omni_neuron_parallel.planning.hardware import MEASURED, Target
-from omni_neuron_parallel.planning.layout import Case, Layout, Method
+from omni_neuron_parallel.planning.layout import Case, Layout, Method, methods_of
 from omni_neuron_parallel.planning.memory import tiles_per_rank
 from omni_neuron_parallel.planning.roofline import Plan, Suggestion, part_seconds, plan
 from omni_neuron_parallel.topology import divisors, valid_tensor_parallel_sizes
@@ -113,6 +113,8 @@ def _other_method(planned: Plan) -> dict[str, Any] | None:
     if layout.cp == 1:
         return None
     method: Method = "ring" if layout.method == "gather" else "gather"
+    if method not in methods_of(planned.case.model):
+        return None
     case = dataclasses.replace(planned.case, layout=dataclasses.replace(layout, method=method))
     return _choice(plan(case, planned.target, layout.world_size))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from omni_neuron_parallel.planning.compute import SELF_ATTENTION, Work, hbm_bytes, plan_work
 from omni_neuron_parallel.planning.hardware import Target
-from omni_neuron_parallel.planning.layout import METHODS, Case, Layout, Method, VideoShape
+from omni_neuron_parallel.planning.layout import Case, Layout, Method, VideoShape, methods_of
 from omni_neuron_parallel.planning.memory import Memory, plan_memory
 from omni_neuron_parallel.planning.model import ModelSizes
 from omni_neuron_parallel.planning.traffic import Traffic, plan_traffic
@@ -156,7 +156,7 @@ def suggest(
         target: the chip.
         devices: logical cores there are; None for the target's own number.
         vae_patch: ranks that decode; a world that it does not divide takes its largest divisor below.
-        method: "gather" or "ring"; None tries both.
+        method: "gather" or "ring"; None tries those that the model can.
         sequence_parallel: on or off; None tries both.
 
     Raises:
@@ -172,7 +172,7 @@ def suggest(
                 continue
             decoding = max(size for size in divisors(world) if size <= max(vae_patch, 1))
             layout = Layout(tp, cp, cfg, decoding)
-            methods = METHODS if method is None and cp > 1 else (method or "gather",)
+            methods = methods_of(model) if method is None and cp > 1 else (method or "gather",)
             switches = (False, True) if sequence_parallel is None and tp > 1 else (bool(sequence_parallel) and tp > 1,)
             plans = [
                 plan(Case(model, replace(layout, method=chosen, sequence_parallel=switch), shape), target, cores)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Trajectory,
     )
     from vllm_omni_neuron.sdk.engine_checks import (
+        check_compiled_ring,
         check_engine_config,
         topology_of,
     )
@@ -139,6 +140,7 @@ _HOMES = {
         "Trajectory",
     ],
     "engine_checks": [
+        "check_compiled_ring",
         "check_engine_config",
         "topology_of",
     ],
@@ -267,6 +269,7 @@ __all__ = [
     "VaeTiling",
     "ascii_tokenizer",
     "check_choice",
+    "check_compiled_ring",
     "check_engine_config",
     "check_guidance_scale",
     "check_number",

@@ -147,6 +147,28 @@ def _asked_for(od_config: Any) -> Iterator[tuple[Feature, str]]:
         yield "compile", f"compilation with {backend!r} (enforce_eager = True runs without)"
 
 
+def check_compiled_ring(od_config: Any, reason: str) -> None:
+    """Refuse `context_method = "ring"` where it would be compiled for a device.
+
+    For models whose attention no kernel's ring takes; torch's own, which takes all, is compiled for the host only.
+
+    Args:
+        od_config: vLLM-Omni's `OmniDiffusionConfig`.
+        reason: why no kernel's ring takes the model's attention.
+
+    Raises:
+        ModelConfigError: "ring" with context parallelism, on a device, and not `enforce_eager`.
+    """
+    asked = model_settings(od_config).get("context_method") == "ring"
+    if not asked or od_config.parallel_config.sequence_parallel_size == 1 or od_config.enforce_eager:
+        return
+    backend = runtime.compile_backend_name()
+    if backend is not None and backend not in runtime.OWN_BACKENDS:
+        raise ModelConfigError(
+            f"context_method = 'ring' cannot be compiled with {backend!r}: {reason}; valid are gather and auto"
+        )
+
+
 _SWITCHES: dict[str, Feature] = {
     "enable_cpu_offload": "cpu_offload",
     "vae_use_tiling": "vae_tiling",
