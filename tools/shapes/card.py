@@ -97,8 +97,8 @@ def model_card(work: Path, folder: Path, reports: list[dict[str, Any]]) -> str:
         "|---|---|---|---|",
         *_training(work, from_image),
         "",
-        "Seconds are wall-clock time of one thread at low priority on a machine that did other work meanwhile; they "
-        "bound the cost from above.",
+        "Seconds are wall-clock time of one thread, two stages at a time on two cores that did other work meanwhile; "
+        "they bound the cost from above.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -159,7 +159,7 @@ def _engines(reports: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Through the engine",
         "",
-        "The same grid through vLLM-Omni with omni-neuron-wan22 in CPU mode, float32; "
+        "The same grid through vLLM-Omni with omni-neuron-wan22 in CPU mode, float32 unless it says otherwise; "
         "*distance*: relative L2 distance to diffusers with the engine's timesteps, mean (largest) over the videos.",
         "",
         "| settings | videos | all | strict | distance of latents | of frames |",
