@@ -34,7 +34,6 @@ OPS = getattr(torch.ops, NAMESPACE)
 # What runs an op of the dispatcher's names: the dispatcher, or the torch reference.
 Call = Callable[..., Any]
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Tensors4 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @functools.cache

@@ -14,16 +14,13 @@ import torch.nn.functional as F
 
 from omni_neuron_kernels import reference_attention, reference_convolution, reference_fp8, reference_projection
 from omni_neuron_kernels.dispatch import Implementation
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+from omni_neuron_kernels.reference_projection import widened
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, epsilon: float) -> torch.Tensor:
     """See `ops.rms_norm`."""
-    wide = _wide(x)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * _wide(weight)).to(x.dtype)
+    wide = widened(x)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * widened(weight)).to(x.dtype)
 
 
 def adaln_modulate(
@@ -38,8 +35,8 @@ def adaln_modulate(
     """See `ops.adaln_modulate`."""
     updated = hidden
     if branch is not None and gate is not None:
-        updated = torch.addcmul(_wide(hidden), _wide(branch), _wide(gate)[:, None]).to(hidden.dtype)
-    wide, size = _wide(updated), (hidden.shape[-1],)
+        updated = torch.addcmul(widened(hidden), widened(branch), widened(gate)[:, None]).to(hidden.dtype)
+    wide, size = widened(updated), (hidden.shape[-1],)
     scale, shift = scale.to(wide.dtype), shift.to(wide.dtype)
     if hidden.shape[0] == 1 or (scale.stride(0) == 0 and shift.stride(0) == 0):
         # One gain and one bias for all rows: torch's layer norm applies them in the same pass.

@@ -67,7 +67,7 @@ def partial_qkv(
     *parts, value = _split(projected, heads, head_dim)
     sums = [part.float().square().sum(-1) for part in parts if part.shape[-1]]
     gained = [
-        part if gain is None else (_wide(part) * _wide(gain)).to(projected.dtype)
+        part if gain is None else (widened(part) * widened(gain)).to(projected.dtype)
         for part, gain in zip(parts, (query_gain, key_gain), strict=True)
     ]
     return *_rotated_heads(gained, value, head_dim, rotation), torch.stack(sums, dim=-1)
@@ -82,7 +82,7 @@ def norm_over_ranks(
     for part in parts:
         if part.shape[2]:
             mean = next(totals) / (part.shape[2] * part.shape[3] * ranks)
-            part = (_wide(part) * torch.rsqrt(mean + epsilon)[:, :, None, None]).to(part.dtype)
+            part = (widened(part) * torch.rsqrt(mean + epsilon)[:, :, None, None]).to(part.dtype)
         done.append(part)
     return done[0], done[1]
 
@@ -103,13 +103,13 @@ def finish_qkv(
     *parts, value = _split(projected, heads, head_dim)
     normed = [(n, gain) for n, gain in enumerate((query_gain, key_gain)) if gain is not None]
     if normed:
-        wide = [_wide(parts[n]) for n, _ in normed]
+        wide = [widened(parts[n]) for n, _ in normed]
         squares = torch.stack([tensor.square().sum(-1, keepdim=True) for tensor in wide])
         if all_reduce is not None:
             squares = all_reduce(squares)
         for (n, gain), tensor, total in zip(normed, wide, squares, strict=True):
             scale = torch.rsqrt(total / (tensor.shape[-1] * ranks) + epsilon)
-            parts[n] = (tensor * scale * _wide(gain)).to(projected.dtype)
+            parts[n] = (tensor * scale * widened(gain)).to(projected.dtype)
     return _rotated_heads(parts, value, head_dim, rotation)
 
 
@@ -134,7 +134,7 @@ def _rotated_heads(
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate neighbouring channels of `[B, S, N, D]` by tables `[S, D / 2]`, in float32 at least."""
     cos, sin = cos[:, None], sin[:, None]
-    wide = _wide(x).unflatten(-1, (-1, 2))
+    wide = widened(x).unflatten(-1, (-1, 2))
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         # One complex multiplication is vectorised on a CPU; every second channel is not.
         rotation = torch.complex(cos.to(wide.dtype), sin.to(wide.dtype))
@@ -144,5 +144,6 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return rotated.flatten(-2).to(x.dtype)
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32; float64 stays."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
