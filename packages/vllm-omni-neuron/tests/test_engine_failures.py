@@ -50,10 +50,10 @@ class UnluckyPipeline(nn.Module):
     def forward(self, batch):
         [request] = batch.requests
         extra = request.sampling_params.extra_args or {}
-        if extra.get("fail"):
-            raise ValueError("this request cannot be served")
         total = torch.zeros(4)
         for step in range(request.sampling_params.num_inference_steps or 1):
+            if step == 1 and extra.get("unlucky_rank") == get_tp_group().rank_in_group:
+                raise MemoryError("no room for tile 3")
             total = get_tp_group().all_reduce(total + 1)
             time.sleep(extra.get("seconds_per_step", 0))
         frames = torch.full((2, 8, 8, 3), self.threads, dtype=torch.uint8)
@@ -123,6 +123,10 @@ def main():
     report["kill"]["seconds"] = time.monotonic() - killed["at"]
     report["kill"].update(leftovers())
     report["kill"]["alive"] = [name for name, pid in workers.items() if Path(f"/proc/{pid}").exists()]
+
+    omni = engine()
+    report["alone"] = error_of(lambda: omni.generate({"prompt": "a fox"}, sampling(4, unlucky_rank=1)))
+    report["alone"].update(leftovers())
 
     os.environ["UNLUCKY"] = "raise"
     report["raise"] = {**error_of(engine), **leftovers()}
@@ -199,6 +203,16 @@ def test_a_worker_that_hangs_while_loading_hits_the_deadline(report: dict[str, A
     assert "rank 1 is still loading the model" in case["error"]
     assert "rank 0" not in case["error"]
     assert f"in {report['timeout']} s (OMNI_NEURON_STARTUP_TIMEOUT_S)" in case["error"]
+    assert nothing_is_left(case)
+
+
+def test_a_rank_that_raises_alone_in_a_request(report: dict[str, Any]) -> None:
+    """Rank 0 waits for it in a collective, whose own deadline is 600 s."""
+    case = report["alone"]
+    assert "diffusion worker rank 1 failed while executing request" in case["error"]
+    assert "MemoryError: no room for tile 3" in case["error"]
+    assert "rank 0 did not come out of it" in case["error"]
+    assert case["seconds"] < 60
     assert nothing_is_left(case)
 
 

@@ -8,6 +8,7 @@ import multiprocessing as mp
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
 import types
@@ -19,7 +20,15 @@ import pytest
 import torch
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_omni_neuron import WorkerDiedError, WorkerStartupError, executor, preflight, shared_memory, startup
+from vllm_omni_neuron import (
+    WorkerDiedError,
+    WorkerStartupError,
+    executor,
+    preflight,
+    rank_reports,
+    shared_memory,
+    startup,
+)
 
 SPAWN = mp.get_context("spawn")
 # This process's own: `worker_main` adopts it.
@@ -57,13 +66,13 @@ def sleeping_process() -> Any:
 
 def test_ready_in_any_order(pipes: list[tuple[Connection, Connection]]) -> None:
     for rank in (1, 0):
-        pipes[rank][1].send({"status": "phase", "phase": startup.LOADING})
+        pipes[rank][1].send({"status": "phase", "phase": startup.LOADING, "limit_s": None})
         pipes[rank][1].send({"status": "ready", "result_handle": f"handle {rank}"})
     assert wait(pipes) == ["handle 0", "handle 1"]
 
 
 def test_a_workers_own_error_reaches_the_engine(pipes: list[tuple[Connection, Connection]]) -> None:
-    pipes[1][1].send({"status": "phase", "phase": startup.LOADING})
+    pipes[1][1].send({"status": "phase", "phase": startup.LOADING, "limit_s": None})
     pipes[1][1].send({"status": "error", "error": "ValueError: no vae folder", "traceback": "…"})
     with pytest.raises(WorkerStartupError, match="rank 1 failed while loading the model: ValueError: no vae folder"):
         wait(pipes)
@@ -71,9 +80,29 @@ def test_a_workers_own_error_reaches_the_engine(pipes: list[tuple[Connection, Co
 
 def test_a_late_worker_is_named_with_its_phase(pipes: list[tuple[Connection, Connection]]) -> None:
     pipes[0][1].send({"status": "ready", "result_handle": 0})
-    pipes[1][1].send({"status": "phase", "phase": startup.DEVICE})
+    pipes[1][1].send({"status": "phase", "phase": startup.DEVICE, "limit_s": None})
     with pytest.raises(WorkerStartupError, match=r"in 0.2 s .*: rank 1 is still initialising its device"):
         wait(pipes, timeout_s=0.2)
+
+
+def test_a_phase_with_its_own_limit_is_not_the_start_ups(pipes: list[tuple[Connection, Connection]]) -> None:
+    """A compilation that takes longer than the start-up may is no failure, and has an end as well."""
+    for _, worker in pipes:
+        worker.send({"status": "phase", "phase": "compiling for 480×832×81", "limit_s": 60.0})
+    ready = threading.Timer(1.0, lambda: [worker.send({"status": "ready", "result_handle": 0}) for _, worker in pipes])
+    ready.start()
+    assert wait(pipes, timeout_s=0.5) == [0, 0]
+    ready.join()
+    pipes[0][1].send({"status": "ready", "result_handle": 0})
+    pipes[1][1].send({"status": "phase", "phase": "compiling for 480×832×81", "limit_s": 0.2})
+    with pytest.raises(WorkerStartupError, match=r"ready in 0.2 s: rank 1 is still compiling for 480×832×81$"):
+        wait(pipes, timeout_s=60.0)
+    # What was left of the start-up's time goes on afterwards.
+    pipes[0][1].send({"status": "ready", "result_handle": 0})
+    for phase, limit in (("compiling for 480×832×81", 60.0), (startup.LOADING, None)):
+        pipes[1][1].send({"status": "phase", "phase": phase, "limit_s": limit})
+    with pytest.raises(WorkerStartupError, match=r"in 0.3 s \(OMNI_.*: rank 1 is still loading the model$"):
+        wait(pipes, timeout_s=0.3)
 
 
 def test_a_worker_that_dies_while_it_starts(pipes: list[tuple[Connection, Connection]]) -> None:
@@ -107,7 +136,7 @@ def test_worker_main_sends_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = mp.Pipe(duplex=False)
     with pytest.raises(SystemExit):
         startup.worker_main(1, writer, "prefix", ENVIRONMENT, "the model")
-    assert reader.recv() == {"status": "phase", "phase": startup.LOADING}
+    assert reader.recv() == {"status": "phase", "phase": startup.LOADING, "limit_s": None}
     message = reader.recv()
     assert message["error"] == "ValueError: rank 1 cannot load the model"
     assert "Traceback" in message["traceback"]
@@ -116,6 +145,8 @@ def test_worker_main_sends_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_start_with_the_models_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the profile says and the user has not set; the engine's own environment is as before."""
     monkeypatch.delenv("NEURON_SCRATCHPAD_PAGE_SIZE", raising=False)
+    monkeypatch.delenv("NEURON_RT_ROOT_COMM_ID", raising=False)
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "6-7")
     given: list[dict[str, str]] = []
 
     class Context:
@@ -133,6 +164,34 @@ def test_workers_start_with_the_models_environment(monkeypatch: pytest.MonkeyPat
         engine._launch_workers(None, [None, None])
     assert given[0]["NEURON_SCRATCHPAD_PAGE_SIZE"] == "2048"
     assert "NEURON_SCRATCHPAD_PAGE_SIZE" not in os.environ
+    assert "NEURON_RT_ROOT_COMM_ID" not in given[0]  # in CPU mode there is no such runtime
+
+    monkeypatch.setattr("omni_neuron_runtime.is_cpu_mode", lambda: False)
+    with pytest.raises(ValueError, match="not started"):
+        engine._launch_workers(None, [None, None])
+    host, _, port = given[1]["NEURON_RT_ROOT_COMM_ID"].partition(":")
+    assert host == "localhost" and int(port) % 256 == (61234 + 6) % 256
+    assert "NEURON_RT_ROOT_COMM_ID" not in os.environ
+
+
+def test_the_port_of_the_root_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines on other cores have other ports, one that is taken is passed over, and the user's own stays."""
+    monkeypatch.setattr("omni_neuron_runtime.is_cpu_mode", lambda: False)
+    monkeypatch.delenv("NEURON_RT_ROOT_COMM_ID", raising=False)
+
+    def ports(cores: str) -> set[int]:
+        monkeypatch.setenv("NEURON_VISIBLE_DEVICES", cores)
+        with preflight.root_communicator(2):
+            first = int(os.environ["NEURON_RT_ROOT_COMM_ID"].partition(":")[2])
+            with socket.create_server(("", first)), pytest.MonkeyPatch.context() as patch:
+                patch.delenv("NEURON_RT_ROOT_COMM_ID")
+                with preflight.root_communicator(2):
+                    return {first, int(os.environ["NEURON_RT_ROOT_COMM_ID"].partition(":")[2])}
+
+    assert len(ports("0-7") | ports("8-15")) == 4
+    monkeypatch.setenv("NEURON_RT_ROOT_COMM_ID", "10.0.0.1:5")
+    with preflight.root_communicator(2):
+        assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:5"
 
 
 def test_one_rank_has_the_models_environment_while_its_engine_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,22 +219,25 @@ def test_one_rank_has_the_models_environment_while_its_engine_lives(monkeypatch:
         assert "NEURON_SCRATCHPAD_PAGE_SIZE" not in os.environ
 
 
-def test_worker_main_after_ready_is_vllm_omnis_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_main_after_ready_is_vllm_omnis_own_and_reports_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_omni.diffusion.worker import WorkerProc
 
     def run(rank: int, od_config: Any, pipe: Any, *rest: Any) -> None:
         pipe.send({"status": "ready", "result_handle": rank})
         startup.report_phase("never sent")
+        with rank_reports.reported("request 7"):
+            pass
         raise ValueError("later")
 
     monkeypatch.setattr(WorkerProc, "worker_main", run)
     monkeypatch.setattr("vllm_omni_neuron.compat.name_shared_memory", lambda prefix: None)
+    monkeypatch.setattr(startup, "_pipe", None)
     reader, writer = mp.Pipe(duplex=False)
     with pytest.raises(ValueError, match="later"):
         startup.worker_main(0, writer, "prefix", ENVIRONMENT, "the model")
     assert reader.recv()["status"] == "ready"
-    with pytest.raises(EOFError):
-        reader.recv()
+    assert reader.recv()["request"] == "request 7"
+    assert not reader.poll()
 
 
 def test_stop_processes_escalates() -> None:

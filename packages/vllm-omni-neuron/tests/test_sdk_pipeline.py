@@ -35,6 +35,7 @@ from vllm_omni_neuron.sdk import (
     Trajectory,
     check_number,
     denoising,
+    resolve_request,
 )
 
 SIZES = {"height": 16, "width": 24, "num_inference_steps": 4, "seed": 5, "guidance_scale": 3.0}
@@ -451,6 +452,16 @@ def test_warm_up_shapes_of_images_have_no_frames() -> None:
     assert (request.height, request.width, request.num_frames) == (16, 24, 1)
     with pytest.raises(ValueError, match="warmup_shapes: '16' is not valid; write height x width x frames"):
         list(warmup_requests(["16"]))
+
+
+def test_a_warm_up_for_one_frame_is_for_one() -> None:
+    """In vLLM-Omni's `num_frames` a 1 means that no number is given."""
+    rules = dataclasses.replace(ToyPipeline.request_rules(None, None), temporal_stride=4, num_frames=81)
+    frames = [
+        resolve_request(warm_up.prompt, warm_up.sampling_params, rules).num_frames
+        for warm_up in warmup_requests(["16x24x1", "16x24x5", "16x24"])
+    ]
+    assert frames == [1, 5, 81]
 
 
 def test_components_and_their_graphs() -> None:

@@ -122,6 +122,30 @@ def test_a_pipeline_may_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert events[-1] == "own compile {'backend': 'some_backend'}"
 
 
+def test_each_shape_of_a_warm_up_is_a_phase_with_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_NEURON_COMPILE_TIMEOUT_S", "100")
+    pipeline = Pipeline([])
+    shapes = {"warmup_shapes": ["480x832x1", "720x1280x81"]}
+    runner = runner_of(pipeline, monkeypatch, device="cpu", model_config=shapes)
+    monkeypatch.setattr(
+        NeuronDiffusionModelRunner,
+        "_execute_request_list",
+        lambda _self, reqs, **_: pipeline.events.append(model_runner.shape_of(reqs)),
+    )
+    monkeypatch.setattr(
+        model_runner.startup, "report_phase", lambda phase, limit_s=None: pipeline.events.append((phase, limit_s))
+    )
+    runner.load_model()
+    of_three = "OMNI_NEURON_COMPILE_TIMEOUT_S=100 for each of 3 components"
+    assert pipeline.events[-5:] == [
+        (f"compiling for 480×832×1 ({of_three})", 300.0),
+        "480×832×1",
+        (f"compiling for 720×1280×81 ({of_three})", 300.0),
+        "720×1280×81",
+        ("loading the model", None),
+    ]
+
+
 def test_a_declared_component_that_is_missing() -> None:
     pipeline = Pipeline([])
     del pipeline.reader
@@ -273,7 +297,7 @@ def test_lora_is_refused_clearly_where_the_pipeline_takes_none() -> None:
     with pytest.raises(NotImplementedError, match=r"lora_path='adapter.safetensors': this pipeline takes no LoRA"):
         instance.init_lora_manager()
     adapter = types.SimpleNamespace(lora_name="style")
-    request = types.SimpleNamespace(sampling_params=types.SimpleNamespace(lora_request=adapter))
+    request = types.SimpleNamespace(request_id="1", sampling_params=types.SimpleNamespace(lora_request=adapter))
     scheduled = types.SimpleNamespace(scheduled_new_reqs=[types.SimpleNamespace(req=request)])
     for call in (
         lambda: instance.add_lora(adapter),
@@ -328,7 +352,7 @@ def test_sleep_frees_the_memory_and_wake_up_restores_it(monkeypatch: pytest.Monk
     assert instance.sleep(1) == 0
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) == nbytes
     with pytest.raises(RuntimeError, match="this worker sleeps"):
-        instance.execute_model(types.SimpleNamespace(sampling_params=types.SimpleNamespace(lora_request=None)), None)
+        instance.execute_model(types.SimpleNamespace(request_id="1"), None)
     assert instance.wake_up(["kv_cache"])
     assert pipeline.weight.numel() == 0
     assert instance.wake_up()

@@ -47,9 +47,9 @@ Relied on, not replaced:
 - `vllm_omni.diffusion.model_metadata._DIFFUSION_MODEL_METADATA` (`set_final_output_type`): the video endpoints refuse
   an architecture that this table does not call a video model. Goes when `register_diffusion_model` takes the metadata.
 - `DiffusionModelRunner`: `load_model`, `_initialize_generator`, `device`, `pipeline`, `od_config`.
-- `DiffusionWorker`: `init_device`, `load_model`, `init_lora_manager`, `add_lora`, `shutdown`, `sleep`, `wake_up`,
-  `handle_sleep_task`, `handle_wake_task`; `WorkerProc`: `worker_main`, `_async_output_queue`, `_enqueue_result`,
-  `_async_output_done`, `_async_output_pending`.
+- `DiffusionWorker`: `init_device`, `load_model`, `execute_model`, `execute_model_batch`, `execute_stepwise`,
+  `init_lora_manager`, `add_lora`, `shutdown`, `sleep`, `wake_up`, `handle_sleep_task`, `handle_wake_task`;
+  `WorkerProc`: `worker_main`, `_async_output_queue`, `_enqueue_result`, `_async_output_done`, `_async_output_pending`.
 - `MultiprocDiffusionExecutor`: `_init_executor`, `_launch_workers` (arguments and result), `_start_worker_monitor`,
   `_ensure_open`, `_processes`, `_closed`, `_is_failed`, `_failure_callbacks`, `_shutdown_cleaner`, `_finalizer`,
   `_broadcast_mq`, `_futures_lock`, `_rpc_futures`, `_output_futures`, `_completed_outputs`.

@@ -68,6 +68,8 @@ def warmup_requests(shapes: Sequence[str], pipeline: Any = None) -> Iterator[Omn
                 "images height x width"
             )
         height, width, frames = (int(size or 1) for size in match.groups())
+        # One frame that is asked for is repeated here: in `num_frames` a 1 means that no number was given.
+        extra: dict[str, Any] = {"num_frames": frames} if match[3] else {}
         prompt: Any = {"prompt": "warm-up", "negative_prompt": "warm-up"}
         if getattr(pipeline, "support_image_input", False):
             image = Image.new(getattr(pipeline, "color_format", "RGB"), (width, height))
@@ -81,6 +83,7 @@ def warmup_requests(shapes: Sequence[str], pipeline: Any = None) -> Iterator[Omn
                 num_inference_steps=WARMUP_STEPS,
                 seed=0,
                 guidance_scale=4.0,
+                extra_args=extra,
             ),
             request_id=f"neuron-warm-up-{index}",
         )

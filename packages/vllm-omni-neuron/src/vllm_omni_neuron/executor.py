@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The multi-process executor: vLLM-Omni's, with workers that are named when they die, fail to start or hang."""
+"""The multi-process executor: vLLM-Omni's, with workers that are named when they die, fail or hang."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from vllm_omni.diffusion.utils.future_utils import try_set_exception
 
 import omni_neuron_runtime as runtime
 from vllm_omni_neuron import preflight, startup
+from vllm_omni_neuron.rank_reports import RankReports
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,11 @@ REQUEST_METHODS = ("execute_model", "execute_model_batch", "execute_stepwise")
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process ended without being told to. The message names rank, process and signal or exit code."""
+    """The engine has stopped because of a worker, which the message names with its rank.
+
+    Its process ended without being told to (the message has signal or exit code), or it failed in a request that other
+    ranks are still in (the message has its error).
+    """
 
 
 class WorkerStartupError(RuntimeError):
@@ -136,10 +141,12 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
     """One process per rank.
 
     The configuration is checked against the machine before any process starts. A worker that fails or hangs while it
-    starts, or dies later, ends the engine with an error that names it; nothing of the engine is left behind.
+    starts, dies later, or fails in a request that others are still in, ends the engine with an error that names it;
+    nothing of the engine is left behind.
     """
 
     failure_reason: str | None = None
+    _reports = RankReports()
 
     def _init_executor(self) -> None:
         preflight.check_world_size(self.od_config)
@@ -179,7 +186,11 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
         pipes: list[Connection] = []
         try:
             with startup.rendezvous_port(od_config):
-                with preflight.worker_environment(world), preflight.model_environment(od_config):
+                with (
+                    preflight.worker_environment(world),
+                    preflight.model_environment(od_config),
+                    preflight.root_communicator(world),
+                ):
                     for rank in range(world):
                         reader, writer = context.Pipe(duplex=False)
                         arguments = (
@@ -201,33 +212,50 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
                         processes.append(process)
                         pipes.append(reader)
                 timeout_s = float(runtime.env.get("OMNI_NEURON_STARTUP_TIMEOUT_S"))
-                return processes, wait_until_ready(processes, pipes, timeout_s)
+                handles = wait_until_ready(processes, pipes, timeout_s)
         except BaseException:
             stop_processes(processes, (0.0, *FAILURE_GRACE_S[1:]))
-            raise
-        finally:
             for pipe in pipes:
                 pipe.close()
+            raise
+        self._reports = RankReports(pipes)
+        return processes, handles
 
     # Failure
 
     def _start_worker_monitor(self) -> None:
-        def watch(processes: list[BaseProcess], executor: Callable[[], NeuronMultiprocExecutor | None]) -> None:
-            ended = multiprocessing.connection.wait([process.sentinel for process in processes])
-            alive = executor()
-            if alive is not None and not alive._closed:
-                alive._fail([rank for rank, process in enumerate(processes) if process.sentinel in ended])
+        def watch(
+            processes: list[BaseProcess],
+            reports: RankReports,
+            executor: Callable[[], NeuronMultiprocExecutor | None],
+        ) -> None:
+            sentinels = [process.sentinel for process in processes]
+            with contextlib.closing(reports):
+                while True:
+                    decided_at = reports.decided_at()
+                    timeout = None if decided_at is None else max(0.0, decided_at - time.monotonic())
+                    ready = multiprocessing.connection.wait([*sentinels, *reports.pipes()], timeout)
+                    reports.read()
+                    alive = executor()
+                    if alive is None or alive._closed:
+                        return
+                    ended = [rank for rank, sentinel in enumerate(sentinels) if sentinel in ready]
+                    reason = alive._describe_deaths(ended) if ended else reports.verdict()
+                    if reason is not None:
+                        alive._fail(reason)
+                        return
+                    del alive  # the executor ends when nobody else refers to it
 
         threading.Thread(
             target=watch,
-            args=(list(self._processes), weakref.ref(self)),
+            args=(list(self._processes), self._reports, weakref.ref(self)),
             daemon=True,
             name="diffusion-worker-monitor",
         ).start()
 
-    def _fail(self, ranks: Sequence[int]) -> None:
-        """The workers of `ranks` have ended: tell whoever waits, stop the others, tell the engine. In this order."""
-        self.failure_reason = self._describe_deaths(ranks)
+    def _fail(self, reason: str) -> None:
+        """The workers cannot go on: tell whoever waits, stop what is left of them, tell the engine. In this order."""
+        self.failure_reason = f"{reason}. The engine has stopped, start a new one"
         self._is_failed = True
         logger.error("%s", self.failure_reason)
         if isinstance(self._shutdown_cleaner, WorkerCleaner):
@@ -251,7 +279,7 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
             while process.exitcode is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             deaths.append(f"diffusion worker rank {rank} (pid {process.pid}) {describe_exit(process.exitcode)}")
-        return f"{'; '.join(deaths)}; world size {self.od_config.num_gpus}. The engine has stopped, start a new one"
+        return f"{'; '.join(deaths)}; world size {self.od_config.num_gpus}"
 
     def _ensure_open(self) -> None:
         if self.failure_reason is not None:
@@ -269,8 +297,12 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
     ) -> Any:
         """Run `method` on the workers, as vLLM-Omni's executor does.
 
+        After an error of one rank it returns when all have come out of the request, or the engine has stopped: the next
+        request must not reach a rank while others are still in this one.
+
         Raises:
-            WorkerDiedError: a worker ended meanwhile; its peers' own errors only say that a connection broke.
+            WorkerDiedError: a worker ended meanwhile, its peers' own errors only say that a connection broke; or one
+                failed and others did not come out of the request.
         """
         if method in REQUEST_METHODS and not runtime.env.is_set(REQUEST_TIMEOUT_VARIABLE):
             timeout = REQUEST_TIMEOUT_S
@@ -279,19 +311,25 @@ class NeuronMultiprocExecutor(MultiprocDiffusionExecutor):
         except WorkerDiedError:
             raise
         except Exception as error:
-            reason = self._death_news()
+            reason = self._why_stopped()
             if reason is None:
                 raise
             raise WorkerDiedError(reason) from error
 
-    def _death_news(self) -> str | None:
-        """Why the executor failed, if a worker has ended or ends within `DEATH_NEWS_S`."""
+    def _why_stopped(self) -> str | None:
+        """Why the engine stops, if a worker ends within `DEATH_NEWS_S` or has left a request that others are in."""
         sentinels = [process.sentinel for process in self._processes]
         if self.failure_reason is None and sentinels and not self._closed:
             ended = multiprocessing.connection.wait(sentinels, timeout=DEATH_NEWS_S)
-            # The monitor knows it too and is about to say why: it first waits for the exit code.
-            deadline = time.monotonic() + 2 * DEATH_NEWS_S
-            while ended and self.failure_reason is None and time.monotonic() < deadline:
+            # The monitor knows it too and is about to say why: it first waits for the exit code, or for other ranks.
+            began = time.monotonic()
+            while self.failure_reason is None and not self._closed:
+                # In this order. A rank reports an error before it sends it to the caller, so that it is there by now.
+                news = [began] if ended or self._reports.unread() else []
+                decided_at = self._reports.decided_at()
+                news += [] if decided_at is None else [decided_at]
+                if not news or time.monotonic() >= max(news) + 2 * DEATH_NEWS_S:
+                    break
                 time.sleep(0.01)
         return self.failure_reason
 
@@ -335,36 +373,72 @@ class NeuronUniProcExecutor(UniProcDiffusionExecutor):
         self._environment.close()
 
 
+class _Start:
+    """How far one rank has come, and until when it has time."""
+
+    def __init__(self, now: float, limit_s: float) -> None:
+        self.phase, self.deadline = startup.IMPORTING, now + limit_s
+        self.limit = self._whole = f"{limit_s:g} s (OMNI_NEURON_STARTUP_TIMEOUT_S)"
+        self._left_s: float | None = None  # of the start-up, while a phase with a limit of its own runs
+
+    def enter(self, phase: str, limit_s: float | None) -> None:
+        """Go on to `phase`; the clock of the start-up stands still while one with its own limit runs."""
+        now = time.monotonic()
+        left_s = self.deadline - now if self._left_s is None else self._left_s
+        self.phase = phase
+        if limit_s is None:
+            self._left_s, self.limit, self.deadline = None, self._whole, now + left_s
+        else:
+            self._left_s, self.limit, self.deadline = left_s, f"{limit_s:g} s", now + limit_s
+
+
 def wait_until_ready(processes: Sequence[BaseProcess], pipes: Sequence[Connection], timeout_s: float) -> list[Any]:
     """The result-queue handles of all workers, in rank order, once each has said that it is ready.
+
+    Args:
+        processes, pipes: of the workers, in rank order.
+        timeout_s: for each of them, without the phases that have a limit of their own.
 
     Raises:
         WorkerStartupError: as `NeuronMultiprocExecutor._launch_workers` says.
     """
-    phases = [startup.IMPORTING for _ in processes]
+    now = time.monotonic()
+    starts = [_Start(now, timeout_s) for _ in processes]
     handles: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout_s
     while len(handles) < len(processes):
         waiting = {pipes[rank]: rank for rank in range(len(processes)) if rank not in handles}
-        readable = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        earliest = min(starts[rank].deadline for rank in waiting.values())
+        readable = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, earliest - time.monotonic()))
         if not readable:
-            slow = "; ".join(f"rank {rank} is still {phases[rank]}" for rank in sorted(waiting.values()))
-            raise WorkerStartupError(
-                f"not all diffusion workers became ready in {timeout_s:g} s (OMNI_NEURON_STARTUP_TIMEOUT_S): {slow}"
-            )
+            _raise_for_late({rank: starts[rank] for rank in sorted(waiting.values())})
         for pipe in readable:
             rank = waiting[cast(Connection, pipe)]
-            message = _receive(cast(Connection, pipe), rank, processes[rank], phases[rank])
+            start = starts[rank]
+            message = _receive(cast(Connection, pipe), rank, processes[rank], start.phase)
             if message["status"] == "phase":
-                phases[rank] = message["phase"]
+                start.enter(message["phase"], message["limit_s"])
+                if rank == 0 and message["limit_s"] is not None:
+                    logger.info(
+                        "diffusion workers are %s, for which they have %s besides the rest of the start-up; "
+                        "vLLM-Omni's limit for the whole (init_timeout, 600 s unless you raise it) goes on",
+                        start.phase,
+                        start.limit,
+                    )
             elif message["status"] == "ready":
                 handles[rank] = message["result_handle"]
             else:
                 logger.error("diffusion worker rank %d failed:\n%s", rank, message["traceback"])
-                raise WorkerStartupError(
-                    f"diffusion worker rank {rank} failed while {phases[rank]}: {message['error']}"
-                )
+                raise WorkerStartupError(f"diffusion worker rank {rank} failed while {start.phase}: {message['error']}")
     return [handles[rank] for rank in range(len(processes))]
+
+
+def _raise_for_late(waiting: dict[int, _Start]) -> None:
+    """Name the ranks whose time is over, if there are any."""
+    now = time.monotonic()
+    late = {rank: start for rank, start in waiting.items() if now >= start.deadline}
+    for limit in {start.limit for start in late.values()}:
+        slow = "; ".join(f"rank {rank} is still {start.phase}" for rank, start in late.items() if start.limit == limit)
+        raise WorkerStartupError(f"not all diffusion workers became ready in {limit}: {slow}")
 
 
 def _receive(pipe: Connection, rank: int, process: BaseProcess, phase: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunn
 from vllm_omni.platforms import current_omni_platform
 
 import omni_neuron_runtime as runtime
-from vllm_omni_neuron import compat
+from vllm_omni_neuron import compat, startup
 from vllm_omni_neuron.capture import TensorCapture
 from vllm_omni_neuron.compilation import KINDS, component_kinds, shape_of, warmup_requests
 from vllm_omni_neuron.sdk.spec import ModelSpec
@@ -126,10 +126,18 @@ class NeuronDiffusionModelRunner(DiffusionModelRunner):
         return bool(components)
 
     def _warm_up(self) -> None:
-        """Compile for the shapes in the setting `warmup_shapes`, by generating a few steps of each."""
+        """Compile for the shapes in the setting `warmup_shapes`, by generating a few steps of each.
+
+        Each shape has the time that its components' graphs may take to compile, besides the time of the start-up.
+        """
         shapes = model_settings(self.od_config).get("warmup_shapes") or []
+        components = max(1, len(component_kinds(self.pipeline)))
+        graph_s = runtime.env.get("OMNI_NEURON_COMPILE_TIMEOUT_S")
+        limit = f"OMNI_NEURON_COMPILE_TIMEOUT_S={graph_s} for each of {components} components"
         for request in warmup_requests(shapes, self.pipeline):
-            logger.info("warming up %s", shape_of([request]))
+            shape = shape_of([request])
+            logger.info("warming up %s", shape)
+            startup.report_phase(f"compiling for {shape} ({limit})", limit_s=float(graph_s * components))
             self._execute_request_list(
                 [request],
                 od_config=self.od_config,
@@ -137,6 +145,7 @@ class NeuronDiffusionModelRunner(DiffusionModelRunner):
                 require_request_batch_support=False,
                 record_name="warm_up",
             )
+        startup.report_phase(startup.LOADING)
 
     def _execute_request_list(self, reqs: Any, **options: Any) -> Any:
         """As the base class; what is compiled meanwhile is named with the requests' shape, and its errors are plain."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,11 @@ import omni_neuron_runtime as runtime
 from vllm_omni_neuron import environment, shared_memory
 
 logger = logging.getLogger(__name__)
+
+# Above the ports that Linux gives out by itself (32768 to 60999), so that nobody has one of them by chance. An engine
+# counts from the number of its first core: engines of one machine have other cores, and so other ports.
+FIRST_ROOT_PORT = 61234
+ROOT_PORT_STEP = 256  # more than a machine has cores
 
 
 def parallel_layout(parallel_config: Any) -> str:
@@ -78,6 +84,38 @@ def worker_environment(world: int) -> contextlib.AbstractContextManager[None]:
     if runtime.env.is_set("OMP_NUM_THREADS"):
         return contextlib.nullcontext()
     return runtime.openmp_threads(threads_per_worker(world))
+
+
+def root_communicator(world: int) -> contextlib.AbstractContextManager[Any]:
+    """Processes started meanwhile have NEURON_RT_ROOT_COMM_ID, where the ranks of a device's runtime meet.
+
+    Without it libtorch-neuronx-lite takes a free port and lets go of it before it is used; a second engine that starts
+    then may be given the same one, and the ranks of both hang. It is not kept bound here, as `rendezvous_port` does:
+    whether the runtime could then still listen on it is not known.
+
+    Raises:
+        RuntimeError: no port is free.
+    """
+    if world == 1 or runtime.is_cpu_mode() or runtime.env.is_set("NEURON_RT_ROOT_COMM_ID"):
+        return contextlib.nullcontext()
+    port = _root_port(min(runtime.visible_cores() or [0]))
+    return runtime.environment_defaults({"NEURON_RT_ROOT_COMM_ID": f"localhost:{port}"})
+
+
+def _root_port(core: int) -> int:
+    ports = range(FIRST_ROOT_PORT + core, 1 << 16, ROOT_PORT_STEP)
+    for port in ports:
+        try:
+            # Without SO_REUSEADDR, which the runtime's own socket may not have.
+            with socket.socket() as probe:
+                probe.bind(("", port))
+                return port
+        except OSError as error:
+            logger.info("port %d of the Neuron runtime's communicator: %s", port, error)
+    raise RuntimeError(
+        f"the Neuron runtime's communicator finds no free port: {', '.join(map(str, ports))} are taken; "
+        "set NEURON_RT_ROOT_COMM_ID=localhost:<a free port>"
+    )
 
 
 @contextlib.contextmanager

@@ -19,8 +19,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Set in spawned workers only; in a single-process engine there is nobody to tell.
+# Set in worker processes only; in a single-process engine there is nobody to tell.
 _pipe: Connection | None = None
+_ready = False
 
 IMPORTING = "starting its Python process and importing vLLM-Omni"
 DEVICE = "initialising its device and process groups"
@@ -99,10 +100,22 @@ def end_with_the_engine() -> None:
     threading.Thread(target=watch, name="neuron-engine-watch", daemon=True).start()
 
 
-def report_phase(phase: str) -> None:
-    """Say what this worker does from now on until it says otherwise."""
+def report(message: dict[str, Any]) -> None:
+    """Send `message` to the engine, if this process is a worker's and the engine still listens."""
     if _pipe is not None:
-        _pipe.send({"status": "phase", "phase": phase})
+        with contextlib.suppress(OSError):
+            _pipe.send(message)
+
+
+def report_phase(phase: str, limit_s: float | None = None) -> None:
+    """Say what this worker does from now on until it says otherwise or is ready.
+
+    Args:
+        phase: in words that go on from "is still" and "failed while".
+        limit_s: seconds that the phase may take, which then do not count as the start-up's; None: they do.
+    """
+    if not _ready:
+        report({"status": "phase", "phase": phase, "limit_s": limit_s})
 
 
 def worker_main(rank: int, pipe: Connection, shm_prefix: str, environment: dict[str, str], *arguments: Any) -> None:
@@ -110,13 +123,13 @@ def worker_main(rank: int, pipe: Connection, shm_prefix: str, environment: dict[
 
     Args:
         rank: Global rank.
-        pipe: Where phases, the first error and vLLM-Omni's "ready" are sent.
+        pipe: Where phases, an error of the start-up, vLLM-Omni's "ready" and then the reports of `rank_reports` go.
         shm_prefix: Prefix of the shared-memory segments that this process makes.
         environment: The engine's, with OMP_NUM_THREADS.
         arguments: What vLLM-Omni's `WorkerProc.worker_main` takes besides: configuration, broadcast handle, …
     """
-    global _pipe
-    _pipe = pipe
+    global _pipe, _ready
+    _pipe, _ready = pipe, False
     end_with_the_engine()
     try:
         _adopt_environment(environment)
@@ -128,10 +141,10 @@ def worker_main(rank: int, pipe: Connection, shm_prefix: str, environment: dict[
         od_config, *rest = arguments
         WorkerProc.worker_main(rank, od_config, _ReadyPipe(pipe), *rest)
     except Exception as error:
-        if _pipe is None:  # it was ready: the engine has the rank's requests, their errors and its exit code
+        if _ready:  # the engine has the rank's requests, their errors and its exit code
             raise
         text = "".join(traceback.format_exception(error))
-        pipe.send({"status": "error", "error": f"{type(error).__name__}: {error}", "traceback": text})
+        report({"status": "error", "error": f"{type(error).__name__}: {error}", "traceback": text})
         raise SystemExit(1) from error
 
 
@@ -142,7 +155,6 @@ class _ReadyPipe:
         self._pipe = pipe
 
     def send(self, message: dict[str, Any]) -> None:
-        global _pipe
-        _pipe = None
+        global _ready
+        _ready = True
         self._pipe.send(message)
-        self._pipe.close()

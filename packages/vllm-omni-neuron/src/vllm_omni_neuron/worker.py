@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +16,7 @@ from vllm_omni.lora.utils import stable_lora_int_id
 
 import omni_neuron_runtime as runtime
 from vllm_omni_neuron import compat, startup
+from vllm_omni_neuron.rank_reports import reported
 from vllm_omni_neuron.sleep import SleepingWeights
 
 logger = logging.getLogger(__name__)
@@ -173,8 +174,8 @@ class NeuronDiffusionWorker(DiffusionWorker):
             NotImplementedError: the request names an adapter and the pipeline takes none; vLLM-Omni would ignore it.
             RuntimeError: the worker sleeps.
         """
-        self._check_requests([new_request.req for new_request in req] if isinstance(req, list) else [req])
-        return super().execute_model(req, *args, **kwargs)
+        with self._checked([new_request.req for new_request in req] if isinstance(req, list) else [req]):
+            return super().execute_model(req, *args, **kwargs)
 
     def execute_model_batch(self, scheduler_output: Any, od_config: Any) -> Any:
         """As vLLM-Omni's.
@@ -182,8 +183,8 @@ class NeuronDiffusionWorker(DiffusionWorker):
         Raises:
             NotImplementedError, RuntimeError: as `execute_model`.
         """
-        self._check_requests(new_request.req for new_request in scheduler_output.scheduled_new_reqs)
-        return super().execute_model_batch(scheduler_output, od_config)
+        with self._checked([new_request.req for new_request in scheduler_output.scheduled_new_reqs]):
+            return super().execute_model_batch(scheduler_output, od_config)
 
     def execute_stepwise(self, scheduler_output: Any) -> Any:
         """As vLLM-Omni's.
@@ -191,15 +192,22 @@ class NeuronDiffusionWorker(DiffusionWorker):
         Raises:
             NotImplementedError, RuntimeError: as `execute_model`.
         """
-        self._check_requests(new_request.req for new_request in scheduler_output.scheduled_new_reqs)
-        return super().execute_stepwise(scheduler_output)
+        with self._checked([new_request.req for new_request in scheduler_output.scheduled_new_reqs]):
+            return super().execute_stepwise(scheduler_output)
 
-    def _check_requests(self, requests: Iterable[Any]) -> None:
-        if self._asleep is not None:
-            raise RuntimeError("this worker sleeps: its weights are not in memory; wake the engine up before a request")
-        self._refuse_lora(request.sampling_params.lora_request for request in requests)
+    @contextlib.contextmanager
+    def _checked(self, requests: Sequence[Any]) -> Iterator[None]:
+        """Refuse what cannot be served, and tell the engine how this rank comes out of the block."""
+        names = ", ".join(str(request.request_id) for request in requests)
+        with reported(f"request {names}" if names else "a step"):
+            if self._asleep is not None:
+                raise RuntimeError(
+                    "this worker sleeps: its weights are not in memory; wake the engine up before a request"
+                )
+            self._refuse_lora([request.sampling_params.lora_request for request in requests])
+            yield
 
-    def _refuse_lora(self, lora_requests: Iterable[Any]) -> None:
+    def _refuse_lora(self, lora_requests: Sequence[Any]) -> None:
         if self.lora_manager is None:
             for lora in lora_requests:
                 if lora is not None:
