@@ -305,7 +305,7 @@ def test_compiled_the_ring_is_one_node_whose_kernel_is_exact(masked, monkeypatch
         length = 31
         key_mask = [torch.arange(20)[None] % 3 > 0, torch.arange(20)[None] % 2 > 0]
         whole = torch.cat(key_mask, 1) & (torch.arange(40) < length)
-        k = [torch.where(mask[..., None, None], keys - 30, math.nan) for mask, keys in zip(key_mask, k, strict=True)]
+        k = [torch.where(mask[..., None, None], keys - 100, math.nan) for mask, keys in zip(key_mask, k, strict=True)]
     nodes, launches = _launches_of_compiled_ranks(monkeypatch, q, k, v, key_mask, length)
     monkeypatch.undo()
     for calls in nodes:

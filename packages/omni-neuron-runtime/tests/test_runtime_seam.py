@@ -290,6 +290,7 @@ def test_a_backend_that_is_not_installed(name, monkeypatch):
 @pytest.mark.parametrize("name", ["neuron_stablehlo", "neuron_check"])
 def test_our_backends_run_in_cpu_mode_only(name, lite, monkeypatch):
     monkeypatch.setenv("VLLM_NEURON_BACKEND", name)
+    assert device_count() == 32
     with pytest.raises(NeuronPackageError, match=rf"VLLM_NEURON_BACKEND={name} computes on the CPU"):
         get_compile_backend()
     monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "1")

@@ -45,12 +45,12 @@ def export_route() -> None:
 
     vllm_neuron takes the XLA route unless VLLM_NEURON_BACKEND is `neuron_native`, and needs
     VLLM_NEURON_LIBTORCH_NEURONX_LITE=1 beside it; unset and `neuron` mean the native route to us, and not to it.
-    Nothing is written in CPU mode and on the XLA route.
+    Nothing is written in CPU mode, on the XLA route, and where one of our backends is named, an error to come.
 
     Raises:
         EnvironmentVariableError: VLLM_NEURON_LIBTORCH_NEURONX_LITE=0 contradicts the native route.
     """
-    if device_route() != "native":
+    if device_route() != "native" or env.get("VLLM_NEURON_BACKEND") in OWN_BACKENDS:
         return
     if not env.get("VLLM_NEURON_LIBTORCH_NEURONX_LITE"):
         raise env.EnvironmentVariableError(
