@@ -13,6 +13,7 @@ import pytest
 from nkisim_probe import load, store, tile
 
 from omni_neuron_nkisim import NkiValidationError
+from omni_neuron_nkisim.context import current_core
 
 RANKS = [1, 2, 4, 8]
 
@@ -28,6 +29,11 @@ def everyone(ranks):
 
 def hbm(shape, dtype="float32"):
     return nl.ndarray(shape, dtype, buffer=nl.shared_hbm)
+
+
+def my_rank():
+    """What no kernel knows when it is traced, for programs that differ."""
+    return current_core("the test").rank
 
 
 def staged(source):
@@ -228,11 +234,29 @@ def test_narrow_types_are_reduced_in_float32_and_integers_exactly():
     ],
 )
 def test_ranks_that_do_not_agree_are_told(body, message):
-    def kernel(rank, a):
-        body(rank, a)
+    def kernel(a):
+        body(my_rank(), a)
 
     with pytest.raises(NkiValidationError, match=message):
-        probe.spmd(kernel, [(rank, a) for rank, a in enumerate(data(2))])
+        probe.spmd(kernel, [(a,) for a in data(2)])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (("unshifted", 0), r"way is running_maximum on rank 1 and unshifted on rank 0; all ranks run one program"),
+        (("running_maximum", 1), r"tables is \(TensorSpec.* on rank 1 and \(\) on rank 0"),
+    ],
+)
+def test_arguments_that_make_other_programs_are_told(other, message):
+    def kernel(a, way, tables):
+        return staged(a)
+
+    first, second = data(2)
+    way, tables = other
+    probe.spmd(kernel, [(first, way, ()), (second, way, ())])
+    with pytest.raises(NkiValidationError, match=message):
+        probe.spmd(kernel, [(first, way, ()), (second, "running_maximum", (first.copy(),) * tables)])
 
 
 def test_the_cores_of_a_rank_pass_the_same_shared_tensor():
@@ -245,20 +269,20 @@ def test_the_cores_of_a_rank_pass_the_same_shared_tensor():
 
 
 def test_a_late_rank_is_named_after_the_deadline():
-    def kernel(rank, a):
-        if rank:
+    def kernel(a):
+        if my_rank():
             time.sleep(1.0)
         ncc.all_reduce([a], [hbm(a.shape)], everyone(2), nl.add)
 
     with pytest.raises(NkiValidationError, match=r"rank 0 core 0 waited 0.1 s in all_reduce .* for rank 1 core 0"):
-        probe.spmd(kernel, [(rank, a) for rank, a in enumerate(data(2))], timeout_s=0.1)
+        probe.spmd(kernel, [(a,) for a in data(2)], timeout_s=0.1)
 
 
 def test_an_error_on_one_rank_ends_the_others():
-    def kernel(rank, a):
-        if rank == 2:
+    def kernel(a):
+        if my_rank() == 2:
             raise ZeroDivisionError("rank 2's own")
         ncc.all_reduce([a], [hbm(a.shape)], everyone(4), nl.add)
 
     with pytest.raises(ZeroDivisionError, match="rank 2's own"):
-        probe.spmd(kernel, [(rank, a) for rank, a in enumerate(data(4))])
+        probe.spmd(kernel, [(a,) for a in data(4)])

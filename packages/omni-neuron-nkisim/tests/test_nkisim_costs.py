@@ -64,6 +64,16 @@ def mm(m, n, dtype=BF16, **options):
         (lambda: nisa.tensor_scalar(f(128, 512), f(128, 512), nl.add, 1.0), "vector", 512),
         (lambda: nisa.tensor_tensor(f(128, 512), f(128, 512), f(128, 512), nl.add), "vector", 1024),
         (lambda: nisa.tensor_tensor(b(128, 512), b(128, 512), b(128, 512), nl.add), "vector", 512),
+        (
+            lambda: nisa.scalar_tensor_tensor(b(128, 512), b(128, 512), nl.multiply, 2.0, nl.add, b(128, 512)),
+            "vector",
+            512,
+        ),
+        (
+            lambda: nisa.tensor_tensor_scan(b(8, 512), b(8, 512), b(8, 512), 0.0, nl.multiply, nl.add),
+            "vector",
+            1024,
+        ),
         (lambda: nisa.reciprocal(f(128, 4), f(128, 4)), "vector", 64),
         (lambda: nisa.reciprocal(f(128, 512), f(128, 512)), "vector", 4096),
         (lambda: nisa.tensor_reduce(f(128, 1), nl.maximum, ps(128, 512), 1), "vector", 512),
@@ -275,6 +285,61 @@ def test_transfers_that_wait_do_not_hold_up_others():
     stats = last_stats().slowest()
     assert stats.busy_ns["dma"] == pytest.approx(2 * one)
     assert stats.in_order_ns == pytest.approx(2 * one + 1300 + 612 / 0.96)
+
+
+def dma_after(compute, stores):
+    """In-order time of 4096-element stores that are ready after some activations, and of one DMA."""
+
+    def body():
+        x, out = f(128, 4096), hbm(stores, 128, 4096, dtype="float32")
+        for _ in range(compute):
+            nisa.activation(x, nl.exp, x)
+        for n in range(stores):
+            nisa.dma_copy(out[n], x)
+
+    cycles(body, "scalar")
+    return last_stats().slowest().in_order_ns
+
+
+def test_time_that_dma_was_idle_is_gone():
+    one = 8 * 4096 * 4 / 23
+    assert dma_after(0, 1) == pytest.approx(one + 1300)
+    for stores in (1, 21, 41):
+        assert dma_after(400, stores) == pytest.approx(400 * (4096 + 100) / 1.2 + stores * one + 1300)
+
+
+def test_transfers_of_few_partitions_share_the_engines():
+    """Sixteen of eight partitions each, on engines of their own, take as long as one of 128."""
+
+    def body(parts):
+        x, source = f(128, 4096), hbm(128, 4096, dtype="float32")
+        for first in range(0, 128, 128 // parts):
+            rows = slice(first, first + 128 // parts)
+            nisa.dma_copy(x[rows], source[rows])
+
+    for parts in (1, 16):
+        cycles(lambda n=parts: body(n), "vector")
+        stats = last_stats().slowest()
+        assert stats.bound_ns == stats.busy_ns["dma"] == pytest.approx(8 * 4096 * 4 / 23)
+        assert stats.in_order_ns == pytest.approx(8 * 4096 * 4 / 23 + 1300)
+
+
+def test_the_last_of_two_transfers_into_a_tile_is_waited_for():
+    """The first one waits for its data, and ends after the second."""
+
+    def body(first):
+        late, x, y = f(128, 4096), f(128, 512), f(128, 512)
+        for _ in range(8):
+            nisa.activation(late, nl.exp, late)
+        loads = [(x[:, 0:256], late[:, 0:256]), (x[:, 256:512], hbm(128, 256, dtype="float32"))]
+        for dst, src in loads if first else reversed(loads):
+            nisa.dma_copy(dst, src)
+        nisa.tensor_scalar(y, x, nl.multiply, 2.0)
+
+    for first in (True, False):
+        cycles(lambda order=first: body(order), "vector")
+        wanted = 8 * (4096 + 100) / 1.2 + 8 * 100 + 1300 + 612 / 0.96
+        assert last_stats().slowest().in_order_ns == pytest.approx(wanted)
 
 
 def test_a_barrier_joins_the_clocks_of_both_cores():

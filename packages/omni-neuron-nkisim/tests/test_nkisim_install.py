@@ -44,6 +44,8 @@ assert sim.install() and sim.install() and sim.is_installed()
 import nki, nki.language as nl, nki.isa as nisa, nki.collectives as ncc, nki.typing as nt
 from nki.isa.constants import engine
 assert nisa.engine is engine and nki.isa is nisa and nt.tensor[128, 512]
+with sim.settings(nki_version="0.4.0"):
+    assert nki.__version__ == "0.4.0"
 assert nki.__version__ == "0.6.0" and nki.simulate(nki.jit(lambda: 3))() == 3
 from importlib.util import find_spec
 assert find_spec("nki").name == "nki" and find_spec("nki.isa").name == "nki.isa"

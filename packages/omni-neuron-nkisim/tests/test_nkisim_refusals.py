@@ -90,7 +90,48 @@ PROBES = {
     "register in Python": ("trn2", lambda: range(nisa.register_alloc(1)), "no value at trace time"),
     "empty register": ("trn2", lambda: nisa.register_store(t(1, 1), nisa.register_alloc()), "register is uninit"),
     "register from a row": ("trn2", lambda: nisa.register_load(nisa.register_alloc(), t(1, 2)), "one element"),
+    "index of floats": (
+        "trn2",
+        lambda: h(4, 4).ap([[4, 2], [1, 4]], vector_offset=t(2, 1)),
+        "vector_offset is of float32; has to be of an integer dtype",
+    ),
+    "index in hbm": (
+        "trn2",
+        lambda: h(4, 4).ap([[4, 2], [1, 4]], vector_offset=h(2, 1, dtype=I32)),
+        "vector_offset is in shared_hbm; has to be in sbuf",
+    ),
+    "index of a row": (
+        "trn2",
+        lambda: h(4, 4).ap([[4, 2], [1, 4]], vector_offset=t(1, 2, dtype=I32)),
+        r"vector_offset is of shape \(1, 2\); has to be \[2, 1\]",
+    ),
+    "runtime offset of floats": (
+        "trn2",
+        lambda: h(4, 4).ap([[4, 1], [1, 4]], scalar_offset=t(1, 1)),
+        "scalar_offset is of float32; has to be of an integer dtype",
+    ),
+    "runtime select of a row": ("trn2", lambda: h(4, 4).select(0, t(1, 2, dtype=I32)), r"index is of shape \(1, 2\)"),
     # operands that all share
+    "elements of sbuf": (
+        "trn2",
+        lambda: nisa.memset(t(1, 2, 32769, dtype=U8), 0),
+        "dst is of 65538 elements per partition; at most 65536 in sbuf",
+    ),
+    "elements of psum": (
+        "trn2",
+        lambda: nisa.memset(p(1, 4097, dtype=BF16), 0.0),
+        "dst is of 4097 elements per partition; at most 4096 in psum",
+    ),
+    "count of a dim": (
+        "trn2",
+        lambda: nisa.memset(t(1, 65536, dtype=U8), 0),
+        "dst is of 65536 elements at stride 1 in dim 1; at most 65535 at a stride of at most 32767",
+    ),
+    "stride of a dim": (
+        "trn2",
+        lambda: nisa.memset(t(1, 2, 32768, dtype=U8)[:, :, 0:4], 0),
+        "dst is of 2 elements at stride 32768 in dim 1",
+    ),
     "partition start": (
         "trn2",
         lambda: nisa.tensor_copy(t(96, 4)[0:33], t(96, 4)[32:65]),
@@ -150,7 +191,7 @@ PROBES = {
     "matmul over two banks": (
         "trn2",
         lambda: mm(p(4, 1024)[:, 300:700], t(8, 4), t(8, 400)),
-        "a matmul writes one PSUM bank",
+        "nc_matmul writes one PSUM bank",
     ),
     "double row of bfloat16": (
         "trn2",
@@ -203,6 +244,21 @@ PROBES = {
         lambda: nisa.nc_transpose(t(4, 8), t(8, 4), engine=nisa.engine.scalar),
         "tensor or vector",
     ),
+    "transpose over two banks": (
+        "trn2",
+        lambda: nisa.nc_transpose(p(4, 1024)[:, 448:576], t(128, 4), engine=nisa.engine.tensor),
+        "bytes 1792 to 2303 of its partitions; nc_transpose writes one PSUM bank",
+    ),
+    "transpose of integers on tensor": (
+        "trn2",
+        lambda: nisa.nc_transpose(p(4, 8, dtype=I32), t(8, 4, dtype=I32)),
+        "data.dtype is int32; TensorE transposes bfloat16, float16, float32, tfloat32",
+    ),
+    "transpose of FP8 on tensor": (
+        "trn3",
+        lambda: nisa.nc_transpose(p(4, 8, dtype=F8), t(8, 4, dtype=F8)),
+        "data.dtype is float8_e4m3; TensorE transposes",
+    ),
     "dma transpose axes": ("trn2", lambda: nisa.dma_transpose(t(4, 8), h(8, 4), axes=(0, 1)), r"has to be \(1, 0\)"),
     "dma transpose shape": ("trn2", lambda: nisa.dma_transpose(t(8, 4), h(8, 4)), r"has to be \(4, 8\)"),
     "dma transpose of bytes": (
@@ -231,6 +287,13 @@ PROBES = {
         "trn2",
         lambda: nisa.tensor_tensor(p(4, 4), t(4, 4), t(4, 4), nl.add, engine=nisa.engine.gpsimd),
         "dst is in psum; GpSimd cannot access PSUM",
+    ),
+    "gpsimd on a scalar in psum": (
+        "trn2",
+        lambda: nisa.tensor_scalar(
+            t(4, 4), t(4, 4), nl.add, 1.0, op1=nl.multiply, operand1=p(4, 1), engine=nisa.engine.gpsimd
+        ),
+        "operand1 is in psum; GpSimd cannot access PSUM",
     ),
     "power on vector": (
         "trn2",

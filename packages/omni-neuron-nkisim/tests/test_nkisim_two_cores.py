@@ -75,6 +75,35 @@ def test_a_core_reads_its_own_writes_at_once():
     np.testing.assert_array_equal(probe.run(kernel, x, lnc=2), np.stack([x, x]))
 
 
+def test_a_read_before_an_own_write_is_a_race_all_the_same():
+    def kernel(a):
+        out, seen = shared((4, 4), "out"), shared((4, 4))
+        if nl.program_id() == 1:
+            nisa.dma_copy(seen, out)
+        nisa.dma_copy(out, a)
+        return out
+
+    for _ in range(REPEATS):
+        with pytest.raises(NkiValidationError, match="tensor out: core 0 wrote and core 1 read 64 bytes"):
+            probe.run(kernel, normal(4, 4), lnc=2)
+
+
+def test_a_read_of_what_both_cores_wrote_alike_is_none():
+    def kernel(a):
+        out, seen = shared((4, 4)), shared((2, 4, 4))
+        nisa.dma_copy(out, a)
+        nisa.dma_copy(seen[nl.program_id()], out.ap([[4, 4], [1, 4]], vector_offset=rows()))
+        return seen
+
+    def rows():
+        index = tile((4, 1), "int32")
+        nisa.iota(index, [[1, 1]], channel_multiplier=1)
+        return index
+
+    x = normal(4, 4)
+    np.testing.assert_array_equal(probe.run(kernel, x, lnc=2), np.stack([x, x]))
+
+
 def test_both_cores_writing_different_values_is_a_race():
     def kernel(a):
         out = shared((4, 4), "out")

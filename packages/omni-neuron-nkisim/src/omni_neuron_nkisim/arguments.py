@@ -101,6 +101,17 @@ def _tensor(name: str, shape: tuple[int, ...], element: DType, array: NDArray | 
     return NkiTensor(Storage(SHARED_HBM, name, nbytes, nbytes, 0, base), element, tuple(shape), row_major(shape))
 
 
+def program_of(value: Any) -> Any:
+    """What of a (nested) argument decides which program is compiled: shapes and dtypes of tensors, all else itself."""
+    if isinstance(value, NkiTensor):
+        return TensorSpec(value.shape, value.dtype)
+    if isinstance(value, tuple):
+        return tuple(program_of(part) for part in value)
+    if isinstance(value, dict):
+        return {key: program_of(part) for key, part in value.items()}
+    return value
+
+
 def tensors_in(value: Any) -> list[NkiTensor]:
     """The tensors of a (nested) argument or result."""
     if isinstance(value, NkiTensor):

@@ -20,6 +20,10 @@ from omni_neuron_nkisim.target import PARTITIONS
 from omni_neuron_nkisim.tensors import MAX_DIMS, NkiTensor
 
 Array = NDArray[Any]
+# Elements per partition of an instruction, and what its pattern holds of each free dim: an unsigned count and a signed
+# stride of 16 bits (architecture guide of trainium/inferentia2).
+_MOST_ELEMENTS = {SBUF: 64 * 1024, PSUM: 4 * 1024}
+_MOST_COUNT, _MOST_STRIDE = 2**16 - 1, 2**15 - 1
 INTEGERS = tuple(name for name, dtype in DTYPES.items() if dtype.kind == INTEGER and name != "bool_")
 
 
@@ -37,8 +41,11 @@ def tile(
     regions: tuple[str, ...] = (SBUF, PSUM),
     dtypes: tuple[str, ...] | None = None,
     start_rule: bool = True,
+    size_rule: bool = True,
 ) -> NkiTensor:
     """`value`, if it is a tile that a compute engine can address.
+
+    With `size_rule`, of at most 64K elements per partition in SBUF and 4K in PSUM, in counts and strides of 16 bits.
 
     A view of 65 to 128 partitions begins at partition 0, one of 33 to 64 at 0 or 64, a smaller one at 0, 32, 64 or 96
     (architecture guides); counted from the tile's first partition, unless the tile has an address.
@@ -59,7 +66,21 @@ def tile(
         if start % step:
             fail(instruction, f"{argument}'s first partition", start,
                  f"{view.partitions} partitions begin at a multiple of {step}")  # fmt: skip
+    if size_rule:
+        _check_size(instruction, argument, view)
     return view
+
+
+def _check_size(instruction: str, argument: str, view: NkiTensor) -> None:
+    most = _MOST_ELEMENTS[view.buffer]
+    if view.free > most:
+        fail(instruction, argument, f"of {view.free} elements per partition",
+             f"at most {most} in {view.buffer} per instruction")  # fmt: skip
+    for dim in range(1, view.ndim):
+        count, stride = view.shape[dim], view.strides[dim]
+        if count > _MOST_COUNT or (count > 1 and stride > _MOST_STRIDE):
+            fail(instruction, argument, f"of {count} elements at stride {stride} in dim {dim}",
+                 f"at most {_MOST_COUNT} at a stride of at most {_MOST_STRIDE}")  # fmt: skip
 
 
 def same_shape(instruction: str, **views: NkiTensor) -> None:

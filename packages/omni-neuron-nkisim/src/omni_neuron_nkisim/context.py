@@ -26,6 +26,7 @@ from omni_neuron_nkisim.memory import (
     Timeline,
     fresh_bytes,
 )
+from omni_neuron_nkisim.occupancy import Occupancy
 from omni_neuron_nkisim.stats import CoreStats
 from omni_neuron_nkisim.target import PARTITIONS, PSUM_BANK_BYTES, PSUM_BYTES_PER_PARTITION, Target
 from omni_neuron_nkisim.tensors import NkiTensor
@@ -58,7 +59,9 @@ class Core:
         self.vector_accumulator: NDArray[np.float32] = np.full((PARTITIONS, 1), np.nan, np.float32)
         self.scalar_accumulator: NDArray[np.float32] = np.full((PARTITIONS, 1), np.nan, np.float32)
         self.calls: dict[object, int] = {}
-        self.engine_free = dict.fromkeys(costs.ENGINES, 0.0)
+        self.engine_free = dict.fromkeys(costs.ENGINES, 0.0)  # of DMA and collectives the two below instead
+        self._dma = [Occupancy() for _ in range(costs.DMA_ENGINES)]
+        self._links = Occupancy()
         self.live: dict[str, int] = dict.fromkeys(ON_CHIP, 0)
 
     def next_call(self, key: object) -> int:
@@ -138,31 +141,36 @@ class Core:
         writes: Sequence[NkiTensor] = (),
         cycles: float = 0.0,
         ns: float = 0.0,
+        dma_loads: Sequence[float] = (),
         latency_ns: float | None = None,
         flops: float = 0.0,
         not_before: float = 0.0,
     ) -> None:
-        """Count one instruction and advance the in-order clock of its engine, by `cycles` or by `ns`."""
+        """Count one instruction and advance the clock of its engine, by `cycles`, `ns` or `dma_loads` (ns of each)."""
         if cycles:
             ns = costs.cycles_to_ns(self.target, engine, cycles)
-        self.stats.add(instruction, engine, cycles, ns, flops)
+        self.stats.add(instruction, engine, cycles, ns, flops, dma_loads)
         latency = latency_ns
         if latency is None:
             clock = self.target.clock_ghz.get(engine)
             latency = costs.DEPENDENT_CYCLES / clock if clock else 0.0
         if engine in self.settings.free_engines:
-            ns = latency = 0.0
+            ns, latency, dma_loads = 0.0, 0.0, ()
         places = self._places(reads, writes)
         start = max(self._ready(engine, places), self.engine_free[engine], not_before)
-        end = start + ns
-        # Sixteen queues per DMA engine: a transfer that waits for its data does not hold up the others.
-        shares = engine in (costs.DMA, costs.COLLECTIVE)
-        self.engine_free[engine] = self.engine_free[engine] + ns if shares else end
+        if engine == costs.DMA:
+            end = max((one.place(start, load) for one, load in zip(self._dma, dma_loads, strict=False)), default=start)
+        elif engine == costs.COLLECTIVE:
+            end = self._links.place(start, ns)
+        else:
+            end = self.engine_free[engine] = start + ns
         self.stats.in_order_ns = max(self.stats.in_order_ns, end + latency)
         for line, low, high, writing in places:
             for part in range(low, high):
                 if writing:
-                    line.write_end[part], line.write_engine[part] = end + latency, engine
+                    # Transfers overtake each other: what reads this waits for the last of them.
+                    if end + latency >= line.write_end[part]:
+                        line.write_end[part], line.write_engine[part] = end + latency, engine
                 elif end > line.read_end[part]:
                     line.read_end[part], line.read_engine[part] = end, engine
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from omni_neuron_nkisim.dtypes import FLOAT16S, FP8
 from omni_neuron_nkisim.layout import contiguous_run
 from omni_neuron_nkisim.memory import HBM, SBUF
-from omni_neuron_nkisim.target import Target
+from omni_neuron_nkisim.target import PARTITIONS, Target
 from omni_neuron_nkisim.tensors import NkiTensor
 
 TENSOR, VECTOR, SCALAR, GPSIMD = "tensor", "vector", "scalar", "gpsimd"
@@ -68,11 +68,15 @@ COST_RULES = (
         "with one side in PSUM; FP8 counts as 16-bit on trn3",
         "[A2] one input; [A3] fast modes; [A4] FP8",
     ),
-    CostRule("tensor_tensor on VE", "2F cycles; F if both inputs are in SBUF and all are 16-bit floats", "[A2][A3]"),
     CostRule(
-        "scalar_tensor_tensor, tensor_tensor_scan, select_reduce, tensor_copy_predicated",
-        "2F VE cycles; F if both inputs are in SBUF and all are 16-bit floats",
-        "[A2] two inputs, [ISA] cost of tensor_tensor for the first; assumed for the others",
+        "tensor_tensor on VE, scalar_tensor_tensor",
+        "2F cycles; F if both inputs are in SBUF and all are 16-bit floats",
+        "[A2] two inputs; [A3] fast mode; [ISA] cost of tensor_tensor for the second",
+    ),
+    CostRule(
+        "tensor_tensor_scan, select_reduce, tensor_copy_predicated",
+        "2F VE cycles",
+        "[A2] two inputs; [A3] no fast mode",
     ),
     CostRule(
         "tensor_reduce, tensor_scalar_reduce, range_select, bn_stats, bn_aggr, memset, nc_stream_shuffle",
@@ -139,7 +143,7 @@ def copy_cycles(target: Target, engine: str, dst: NkiTensor, data: NkiTensor) ->
 
 
 def two_input_cycles(target: Target, engine: str, dst: NkiTensor, first: NkiTensor, second: NkiTensor) -> float:
-    """Cycles of tensor_tensor."""
+    """Cycles of tensor_tensor and scalar_tensor_tensor."""
     fast = engine == VECTOR and first.buffer == SBUF and second.buffer == SBUF and _short(target, dst, first, second)
     return max(LEAST_CYCLES, dst.free * (1.0 if fast else 2.0))
 
@@ -149,20 +153,26 @@ def one_input_cycles(free: float) -> float:
     return max(LEAST_CYCLES, free)
 
 
-def dma_ns(target: Target, dst: NkiTensor, src: NkiTensor) -> float:
-    """Time that the 16 DMA engines need for a transfer, after its latency."""
+def dma_loads(target: Target, dst: NkiTensor, src: NkiTensor) -> tuple[float, ...]:
+    """Time, in ns, that each of the 16 DMA engines needs for its part of a transfer, after the latency."""
     run = min(contiguous_run(*_dma_dims(t)) * t.element.itemsize for t in (dst, src))
     total = max(dst.size * dst.element.itemsize, src.size * src.element.itemsize)
     on_chip = next((t for t in (dst, src) if t.buffer not in HBM), None)
-    descriptors = math.ceil(total / run)
-    busiest = math.ceil(descriptors / DMA_ENGINES)
-    if on_chip is not None:
-        # Partition p is served by engine p // 8, so a transfer of few partitions uses few engines.
-        busiest = math.ceil(descriptors / on_chip.partitions) * min(on_chip.partitions, 8)
-    elif run > 4096:
+    if on_chip is None and run > 4096:
         # A long run between HBM tensors is cut and spread.
-        return max(DMA_ROW_NS, total / DMA_ENGINES / target.dma_bytes_per_ns)
-    return busiest * max(DMA_ROW_NS, run / target.dma_bytes_per_ns)
+        return (max(DMA_ROW_NS, total / DMA_ENGINES / target.dma_bytes_per_ns),) * DMA_ENGINES
+    descriptors = math.ceil(total / run)
+    descriptor_ns = max(DMA_ROW_NS, run / target.dma_bytes_per_ns)
+    if on_chip is None:
+        engines = min(DMA_ENGINES, descriptors)
+        return (math.ceil(descriptors / DMA_ENGINES) * descriptor_ns,) * engines + (0.0,) * (DMA_ENGINES - engines)
+    # Partition p is served by engine p // 8, so a transfer of few partitions uses few engines.
+    loads = [0.0] * DMA_ENGINES
+    step = on_chip.strides[0] * on_chip.element.itemsize // on_chip.storage.row_bytes
+    for n in range(on_chip.partitions):
+        engine = (on_chip.start_partition + n * step) // (PARTITIONS // DMA_ENGINES)
+        loads[engine] += math.ceil(descriptors / on_chip.partitions) * descriptor_ns
+    return tuple(loads)
 
 
 def _dma_dims(tensor: NkiTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

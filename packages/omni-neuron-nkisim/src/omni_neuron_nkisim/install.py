@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -26,7 +27,10 @@ class _ShapeAnnotation:
         return Any
 
 
-def _module(name: str, doc: str, contents: dict[str, Any]) -> ModuleType:
+def _module(
+    name: str, doc: str, contents: dict[str, Any], computed: dict[str, Callable[[], Any]] | None = None
+) -> ModuleType:
+    """A module of `contents`, and of what is `computed` each time it is asked for."""
     module = ModuleType(name, doc)
     module.__spec__ = ModuleSpec(name, None)  # without one, importlib.util.find_spec raises
     module.__dict__.update(contents)
@@ -34,6 +38,8 @@ def _module(name: str, doc: str, contents: dict[str, Any]) -> ModuleType:
     module.__dict__[_MARK] = True
 
     def missing(attribute: str) -> Any:
+        if computed and attribute in computed:
+            return computed[attribute]()
         raise AttributeError(
             f"{name} has no {attribute!r} in the simulator (omni_neuron_nkisim); it has {', '.join(sorted(contents))}"
         )
@@ -66,8 +72,8 @@ def _modules() -> dict[str, ModuleType]:
         "simulate": simulate,
         **{name.removeprefix("nki."): part for name, part in parts.items() if name != "nki.isa.constants"},
     }
-    top = _module("nki", "NKI as simulated by omni_neuron_nkisim; nothing is compiled.", contents)
-    top.__dict__["__version__"] = current_settings().nki_version
+    version = {"__version__": lambda: current_settings().nki_version}
+    top = _module("nki", "NKI as simulated by omni_neuron_nkisim; nothing is compiled.", contents, version)
     top.__dict__["__path__"] = []
     return {"nki": top, **parts}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from omni_neuron_nkisim.arguments import any_torch, export_result, import_argument, tensors_in
+from omni_neuron_nkisim.arguments import any_torch, export_result, import_argument, program_of, tensors_in
 from omni_neuron_nkisim.configuration import Settings, current_settings
 from omni_neuron_nkisim.context import Core, enter_core, running_core
 from omni_neuron_nkisim.dtypes import DType
@@ -274,7 +274,8 @@ def run_spmd(kernel: Kernel | Callable[..., Any], per_rank_args: Sequence[Any], 
         Each rank's result: NumPy arrays, torch tensors if an argument was one, `TensorSpec` where nothing is executed.
 
     Raises:
-        NkiValidationError: the kernel broke a rule. Other errors of the kernel are passed on; all cores are stopped.
+        NkiValidationError: the kernel broke a rule, or the ranks' arguments differ in more than data, so that the
+            programs would. Other errors of the kernel are passed on; all cores are stopped.
     """
     target: Kernel = jit(kernel)
     if running_core() is not None:
@@ -295,11 +296,28 @@ def run_spmd(kernel: Kernel | Callable[..., Any], per_rank_args: Sequence[Any], 
         for tensor in tensors_in(list(taken)) if launch.lnc == 2 else ():
             tensor.storage.share()
         imported.append(taken)
+    _check_one_program(name, parameters, imported)
     results = launch.run(target.function, imported)
     return [
         export_result(result, any_torch(list(_split(entry, name))), name)
         for result, entry in zip(results, per_rank_args, strict=True)
     ]
+
+
+def _check_one_program(name: str, parameters: list[str], entries: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    first: dict[str, Any] = {}
+    for rank, (args, kwargs) in enumerate(entries):
+        labels = [parameters[n] if n < len(parameters) else f"args[{n}]" for n in range(len(args))]
+        given = {
+            label: program_of(value) for label, value in ({**dict(zip(labels, args, strict=True)), **kwargs}).items()
+        }
+        first = first or given
+        for label in sorted(given.keys() | first.keys()):
+            if given.get(label) != first.get(label):
+                raise NkiValidationError(
+                    f"run_spmd({name}): {label} is {given.get(label)} on rank {rank} and {first.get(label)} on rank 0; "
+                    "all ranks run one program, only the data of tensors may differ"
+                )
 
 
 def _split(entry: Any, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,8 +3,9 @@
 
 At LNC 2 each core sees of a shared HBM tensor what was there at the last barrier or collective on that tensor, plus its
 own writes. Which bytes a core read and wrote since is recorded, and a barrier, a collective or the kernel's end
-raises if one core wrote what the other read or wrote. A forgotten barrier is therefore found whatever the threads'
-timing: the reader gets poison (or the old value), and the kernel fails.
+raises if one core wrote what the other read before writing it itself, or if both wrote different values; equal ones
+are no race, since their order shows nowhere. A forgotten barrier is therefore found whatever the threads' timing: the
+reader gets poison (or the old value), and the kernel fails.
 """
 
 from __future__ import annotations
@@ -42,11 +43,21 @@ Bytes = NDArray[np.uint8]
 
 @dataclass
 class _CoreView:
-    """What one of two cores has done to a shared tensor since the last synchronisation."""
+    """What one of two cores has done to a shared tensor since the last synchronisation.
+
+    Attributes:
+        read: bytes that it read before it had written them itself.
+        written: bytes that it wrote.
+        copy: the bytes as it sees them, once it has written any.
+    """
 
     read: NDArray[np.bool_]
-    written: NDArray[np.bool_] | None = None
+    written: NDArray[np.bool_]
     copy: Bytes | None = None
+
+    def masks(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """`read` and `written`."""
+        return self.read, self.written
 
 
 @dataclass(eq=False)
@@ -88,7 +99,7 @@ class Storage:
     def share(self) -> None:
         """From here on two cores see it, each its own writes until they synchronise."""
         if self.base is not None:
-            self.cores = [_CoreView(np.zeros(self.nbytes, np.bool_)) for _ in range(2)]
+            self.cores = [_CoreView(np.zeros(self.nbytes, np.bool_), np.zeros(self.nbytes, np.bool_)) for _ in range(2)]
 
     def bytes_to_read(self, core: int) -> Bytes:
         """What `core` sees."""
@@ -104,7 +115,6 @@ class Storage:
         view = self.cores[core]
         if view.copy is None:
             view.copy = self.base.copy()
-            view.written = np.zeros(self.nbytes, np.bool_)
         return view.copy
 
     def synchronise(self, where: str) -> None:
@@ -117,20 +127,15 @@ class Storage:
             return
         assert self.base is not None
         first, second = self.cores
-        if first.written is not None and second.written is not None:
-            assert first.copy is not None and second.copy is not None
+        if first.copy is not None and second.copy is not None:
             both = first.written & second.written
             self._refuse(both & (first.copy != second.copy), "both cores wrote", where)
         for writer, reader, number in ((first, second, 0), (second, first, 1)):
-            if writer.written is not None:
-                own = False if reader.written is None else reader.written
-                self._refuse(
-                    writer.written & reader.read & ~np.asarray(own),
-                    f"core {number} wrote and core {1 - number} read",
-                    where,
-                )
+            if writer.copy is not None:
+                what = f"core {number} wrote and core {1 - number} read"
+                self._refuse(writer.written & reader.read, what, where)
         for view in self.cores:
-            if view.written is not None and view.copy is not None:
+            if view.copy is not None:
                 self.base[view.written] = view.copy[view.written]
         self.share()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,13 @@ class CoreStats:
         rank, core, target: which core of which chip.
         counts: instructions by (engine, name).
         cycles: by engine, where the engine has a clock.
-        busy_ns: by engine.
+        busy_ns: by engine; of DMA, that of the busiest of its engines.
+        dma_ns: of each of the 16 DMA engines.
         flops: of matmuls.
         hbm_read_bytes, hbm_written_bytes: by DMA and collectives.
         peak_live_bytes: of sbuf and psum, per partition, as long as Python held the tiles: an upper bound.
         in_order_ns: when the last instruction ends if every engine takes its instructions in program order and waits
-        for
-            what they read.
+            for what they read.
     """
 
     rank: int
@@ -36,18 +36,25 @@ class CoreStats:
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
     cycles: dict[str, float] = field(default_factory=dict)
     busy_ns: dict[str, float] = field(default_factory=dict)
+    dma_ns: list[float] = field(default_factory=lambda: [0.0] * costs.DMA_ENGINES)
     flops: float = 0.0
     hbm_read_bytes: int = 0
     hbm_written_bytes: int = 0
     peak_live_bytes: dict[str, int] = field(default_factory=dict)
     in_order_ns: float = 0.0
 
-    def add(self, instruction: str, engine: str, cycles: float, ns: float, flops: float) -> None:
-        """Count one instruction."""
+    def add(
+        self, instruction: str, engine: str, cycles: float, ns: float, flops: float, dma_loads: Sequence[float]
+    ) -> None:
+        """Count one instruction, a transfer with the time of each DMA engine, another with `ns`."""
         key = (engine, instruction)
         self.counts[key] = self.counts.get(key, 0) + 1
         self.cycles[engine] = self.cycles.get(engine, 0.0) + cycles
-        self.busy_ns[engine] = self.busy_ns.get(engine, 0.0) + ns
+        if dma_loads:
+            self.dma_ns = [busy + load for busy, load in zip(self.dma_ns, dma_loads, strict=True)]
+            self.busy_ns[engine] = max(self.dma_ns)
+        else:
+            self.busy_ns[engine] = self.busy_ns.get(engine, 0.0) + ns
         self.flops += flops
 
     def see_live(self, region: str, size: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_neuron_nkisim.configuration import current_settings
-from omni_neuron_nkisim.dtypes import PACKED, DType, dtype_of
+from omni_neuron_nkisim.dtypes import INTEGER, PACKED, DType, dtype_of
 from omni_neuron_nkisim.errors import NkiValidationError
 from omni_neuron_nkisim.layout import (
     Dims,
@@ -201,6 +201,7 @@ class NkiTensor:
         shape, strides = [self.shape[n] for n in rest], [self.strides[n] for n in rest]
         if self.on_chip and len(shape) < 2:
             shape, strides = [*shape, 1], [*strides, 1]
+        self._check_index("select", "index", index, 1)
         view = self._derive(shape, strides, self.offset)
         view.scalar = (index, self.strides[dim])
         return view
@@ -366,9 +367,10 @@ class NkiTensor:
         Args:
             pattern: on chip the first pair is the partitions, with the storage's elements per partition as stride.
             offset: first element; None is this view's.
-            scalar_offset: a register or `[1, 1]` tensor whose value times the size of an index of `indirect_dim` is
-                added at run time.
-            vector_offset: `[n, 1]` indices of dim 0, one per count of the first pair; its stride is ignored.
+            scalar_offset: a register or a `[1, 1]` tensor of integers, whose value times the size of an index of
+                `indirect_dim` is added at run time.
+            vector_offset: `[n, 1]` indices of dim 0 in SBUF, integers, one per count of the first pair; its stride is
+                ignored.
             indirect_dim: the dim that `scalar_offset` counts.
             dtype: read the storage as this; pattern and offset count its elements.
         """
@@ -391,14 +393,27 @@ class NkiTensor:
             self._fail("ap", "scalar_offset and vector_offset are both given; at most one")
         view = NkiTensor(self.storage, element, counts, strides, start)
         if scalar_offset is not None:
+            self._check_index("ap", "scalar_offset", scalar_offset, 1)
             view.scalar = (scalar_offset, math.prod(self.shape[indirect_dim + 1 :]))
         if vector_offset is not None:
-            if indirect_dim != 0 or self.on_chip or vector_offset.size != counts[0]:
-                self._fail("ap", "vector_offset: one index per count of the first pair, dim 0 of an HBM tensor")
+            if indirect_dim != 0 or self.on_chip:
+                self._fail("ap", "vector_offset: indices of dim 0 of an HBM tensor")
+            self._check_index("ap", "vector_offset", vector_offset, counts[0])
+            if vector_offset.buffer != MemoryRegion.sbuf:
+                self._fail("ap", f"vector_offset is in {vector_offset.buffer}; has to be in sbuf")
             view.gather = (vector_offset, math.prod(self.shape[1:]))
         else:
             view.check_bounds("ap")
         return view
+
+    def _check_index(self, method: str, argument: str, index: VirtualRegister | NkiTensor, count: int) -> None:
+        """Refuse an index tensor that is not `[count, 1]` integers; a register is one."""
+        if isinstance(index, VirtualRegister):
+            return
+        if index.shape != (count, 1):
+            self._fail(method, f"{argument} is of shape {index.shape}; has to be [{count}, 1]")
+        if index.element.kind != INTEGER or index.dtype == "bool_":
+            self._fail(method, f"{argument} is of {index.dtype}; has to be of an integer dtype")
 
     # Queries
 
@@ -455,11 +470,13 @@ class NkiTensor:
             if not valid.all():
                 self._fail("vector_offset", "an index leaves the tensor; oob_mode.skip drops such accesses")
             if self.storage.cores is not None:
-                self._mark(self.storage.cores[core].read, indices)
+                read, written = (mask.reshape(-1, self.element.itemsize) for mask in self.storage.cores[core].masks())
+                read[indices] |= ~written[indices]
             return self._flat(self.storage.bytes_to_read(core))[indices]
         extra = self.runtime_offset(core)
         if self.storage.cores is not None:
-            self.strided(self.storage.cores[core].read.view(np.uint8), extra, np.dtype(np.uint8))[...] = 1
+            read, written = (self._mask(mask, extra) for mask in self.storage.cores[core].masks())
+            read |= ~written
         return self.strided(self.storage.bytes_to_read(core), extra)
 
     def write_raw(self, core: int, values: NDArray, psum_writer: int = 2) -> None:
@@ -473,9 +490,7 @@ class NkiTensor:
         extra = self.runtime_offset(core)
         self.strided(self.storage.bytes_to_write(core), extra)[...] = values
         if self.storage.cores is not None:
-            written = self.storage.cores[core].written
-            assert written is not None
-            self.strided(written.view(np.uint8), extra, np.dtype(np.uint8))[...] = 1
+            self._mask(self.storage.cores[core].written, extra)[...] = True
         if self.storage.psum_writers is not None:
             self.strided(self.storage.psum_writers, extra, np.dtype(np.uint8))[...] = psum_writer
 
@@ -495,12 +510,11 @@ class NkiTensor:
         """Write elements of the storage by number; where a number repeats, the last value stays."""
         self._flat(self.storage.bytes_to_write(core))[elements] = values
         if self.storage.cores is not None:
-            written = self.storage.cores[core].written
-            assert written is not None
-            self._mark(written, elements)
+            self.storage.cores[core].written.reshape(-1, self.element.itemsize)[elements] = True
 
-    def _mark(self, mask: NDArray[np.bool_], elements: NDArray[np.int64]) -> None:
-        mask.reshape(-1, self.element.itemsize)[elements] = True
+    def _mask(self, mask: NDArray[np.bool_], extra: int) -> NDArray[np.bool_]:
+        """This view of a mask of the storage's bytes, with a last dim for those of an element."""
+        return self.strided(mask.view(np.uint8), extra, np.dtype(np.bool_))
 
     def _flat(self, memory: NDArray[np.uint8]) -> NDArray:
         count = self.storage.nbytes // self.element.itemsize

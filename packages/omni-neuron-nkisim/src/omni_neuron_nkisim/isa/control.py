@@ -152,8 +152,9 @@ def sendrecv(
         for partner, place in zip(partners, places, strict=True):
             sent, received = arrived[place]
             partner.count(
-                what, costs.DMA, reads=(sent,), writes=(received,), ns=costs.dma_ns(core.target, received, sent),
-                latency_ns=costs.DMA_LATENCY_NS, not_before=start,
+                what, costs.DMA, reads=(sent,), writes=(received,),
+                dma_loads=costs.dma_loads(core.target, received, sent), latency_ns=costs.DMA_LATENCY_NS,
+                not_before=start,
             )  # fmt: skip
         if core.executes:
             first, second = (view.read_raw(n).copy() for n, view in enumerate((first_src, second_src)))

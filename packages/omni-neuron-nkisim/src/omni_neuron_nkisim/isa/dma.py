@@ -42,8 +42,9 @@ def count_hbm(core: Core, reads: Sequence[NkiTensor], writes: Sequence[NkiTensor
 
 
 def _count(core: Core, what: str, reads: list[NkiTensor], dst: NkiTensor, slowdown: float = 1.0) -> None:
-    ns = sum(costs.dma_ns(core.target, dst, src) for src in reads) * slowdown
-    core.count(what, costs.DMA, reads=reads, writes=(dst,), ns=ns, latency_ns=costs.DMA_LATENCY_NS)
+    parts = [costs.dma_loads(core.target, dst, src) for src in reads]
+    loads = [sum(engine) * slowdown for engine in zip(*parts, strict=True)]
+    core.count(what, costs.DMA, reads=reads, writes=(dst,), dma_loads=loads, latency_ns=costs.DMA_LATENCY_NS)
     count_hbm(core, reads, (dst,))
 
 

@@ -144,7 +144,8 @@ def tensor_scalar(
     elif names in (("multiply", "add"), ("multiply",), ("add",)):
         allowed = (*allowed, costs.SCALAR)
     on = pick_engine(core, what, engine, costs.GPSIMD if needs_gpsimd else costs.VECTOR, allowed)
-    gpsimd_off_psum(what, on, dst=dst, data=data)
+    tiles = {f"operand{n}": value for n, value in enumerate(operands) if isinstance(value, NkiTensor)}
+    gpsimd_off_psum(what, on, dst=dst, data=data, **tiles)
     cycles = costs.copy_cycles(core.target, on, dst, data) * (4 if needs_gpsimd else 1)
     core.count(what, on, reads=(data, *tensors_of(*operands)), writes=(dst,), cycles=cycles)
     if not core.executes:
@@ -186,7 +187,7 @@ def scalar_tensor_tensor(
     core.count(
         what, costs.VECTOR,
         reads=(data, operand1, *tensors_of(scalar)), writes=(dst,),
-        cycles=costs.two_input_cycles(core.target, "", dst, data, operand1),
+        cycles=costs.two_input_cycles(core.target, costs.VECTOR, dst, data, operand1),
     )  # fmt: skip
     if core.executes:
         operand = None if scalar is None else read_operand(core, scalar)
@@ -240,7 +241,7 @@ def tensor_copy_predicated(
     core.count(
         what, costs.VECTOR,
         reads=(predicate, dst, *tensors_of(src)), writes=(dst,),
-        cycles=costs.two_input_cycles(core.target, "", dst, dst, predicate),
+        cycles=costs.one_input_cycles(2 * dst.free),
     )  # fmt: skip
     if core.executes:
         chosen = (read_exact(core, predicate) != 0) != reverse_pred
@@ -295,7 +296,7 @@ def tensor_tensor_scan(
     core.count(
         what, costs.VECTOR,
         reads=(data0, data1, *tensors_of(start)), writes=(dst,),
-        cycles=costs.two_input_cycles(core.target, "", dst, data0, data1),
+        cycles=costs.one_input_cycles(2 * dst.free),
     )  # fmt: skip
     if not core.executes:
         return

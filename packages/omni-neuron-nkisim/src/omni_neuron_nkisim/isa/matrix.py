@@ -15,12 +15,14 @@ from omni_neuron_nkisim.context import Core
 from omni_neuron_nkisim.dtypes import FP8
 from omni_neuron_nkisim.errors import fail
 from omni_neuron_nkisim.isa.mx import check_scales, dequantized
+from omni_neuron_nkisim.layout import last_element
 from omni_neuron_nkisim.memory import PSUM, PSUM_BY_MATMUL, PSUM_BY_OTHER, SBUF
 from omni_neuron_nkisim.target import PARTITIONS, PSUM_BANK_BYTES
 from omni_neuron_nkisim.tensors import NkiTensor
 
 _WIDE = ("float32", "tfloat32")
-_MATMUL_DTYPES = (*FP8, "bfloat16", "float16", *_WIDE)
+_TRANSPOSED_DTYPES = ("bfloat16", "float16", *_WIDE)
+_MATMUL_DTYPES = (*FP8, *_TRANSPOSED_DTYPES)
 _MX_DTYPES = ("float8_e4m3fn_x4", "float8_e5m2_x4", "float4_e2m1fn_x4")
 
 
@@ -85,7 +87,7 @@ def _check_matmul_dtypes(core: Core, stationary: NkiTensor, moving: NkiTensor) -
 
 
 def _check_matmul_result(core: Core, what: str, dst: NkiTensor, m: int, n: int) -> None:
-    tile(what, "dst", dst, (PSUM,))
+    tile(what, "dst", dst, (PSUM,), size_rule=False)
     if core.target.generation < 4 and dst.dtype != "float32":
         fail(what, "dst.dtype", dst.dtype, f"has to be float32 on {core.target.name}")
     if dst.dtype not in ("float32", "bfloat16"):
@@ -97,13 +99,19 @@ def _check_matmul_result(core: Core, what: str, dst: NkiTensor, m: int, n: int) 
         fail(what, "N", n, f"at most {limit} moving columns on {core.target.name} for a {dst.dtype} destination")
     if (dst.partitions, dst.free) != (m, n):
         fail(what, "dst", f"of shape {dst.shape}", f"has to be [{m}, {n}]")
-    if core.target.generation < 4 and dst.storage.row_bytes > PSUM_BANK_BYTES:
-        # A tile of several banks begins at one; a smaller tile may lie anywhere in its bank.
-        first = dst.offset * 4 % dst.storage.row_bytes
-        last = first + sum((size - 1) * step for size, step in zip(dst.shape[1:], dst.strides[1:], strict=True)) * 4
-        if first // PSUM_BANK_BYTES != last // PSUM_BANK_BYTES:
-            fail(what, "dst", f"bytes {first} to {last + 3} of its partitions",
-                 f"a matmul writes one PSUM bank of {PSUM_BANK_BYTES} bytes on {core.target.name}")  # fmt: skip
+    _check_bank(core, what, dst)
+
+
+def _check_bank(core: Core, what: str, dst: NkiTensor) -> None:
+    """What TensorE writes lies in one bank before trn3; a tile of several begins at one, a smaller one lies in one."""
+    if core.target.generation >= 4 or dst.storage.row_bytes <= PSUM_BANK_BYTES:
+        return
+    size = dst.element.itemsize
+    first = dst.offset * size % dst.storage.row_bytes
+    last = first + (last_element(dst.shape[1:], dst.strides[1:], 0) + 1) * size - 1
+    if first // PSUM_BANK_BYTES != last // PSUM_BANK_BYTES:
+        fail(what, "dst", f"bytes {first} to {last} of its partitions",
+             f"{what} writes one PSUM bank of {PSUM_BANK_BYTES} bytes on {core.target.name}")  # fmt: skip
 
 
 def _check_tiling(what: str, stationary: NkiTensor, position: Any, size: Any) -> None:
@@ -187,8 +195,9 @@ def nc_matmul_mx(
 def nc_transpose(dst: NkiTensor, data: NkiTensor, engine: Engine = Engine.unknown, name: str | None = None) -> None:
     """`dst[f, p] = data[p, f]` of one dtype, free dims flattened, bit for bit.
 
-    TensorE: SBUF to PSUM, up to 128 × 128. VectorE: SBUF or PSUM at both ends, up to 32 × 32. Without an engine the one
-    whose rules fit: TensorE from SBUF to PSUM, else VectorE.
+    TensorE: SBUF to PSUM, up to 128 × 128, floats of 16 or 32 bits: it passes no integers, and leaves FP8 in PSUM as
+    elements of 16 bits, a layout that is documented for the transpose mode of nc_matmul only. VectorE: SBUF or PSUM at
+    both ends, up to 32 × 32. Without an engine the one whose memories fit: TensorE from SBUF to PSUM, else VectorE.
     """
     core, what = here("nc_transpose"), "nc_transpose"
     member(what, "engine", engine, Engine)
@@ -203,6 +212,10 @@ def nc_transpose(dst: NkiTensor, data: NkiTensor, engine: Engine = Engine.unknow
         fail(what, "engine", engine, "has to be tensor or vector")
     if on_tensor and (data.buffer != SBUF or dst.buffer != PSUM):
         fail(what, "data and dst", f"in {data.buffer} and {dst.buffer}", "TensorE transposes from sbuf to psum")
+    if on_tensor:
+        if data.dtype not in _TRANSPOSED_DTYPES:
+            fail(what, "data.dtype", data.dtype, f"TensorE transposes {', '.join(_TRANSPOSED_DTYPES)}; use .view")
+        _check_bank(core, what, dst)
     limit = PARTITIONS if on_tensor else 32
     if max(data.partitions, data.free) > limit:
         fail(what, "data", f"of shape [{data.partitions}, {data.free}]", f"at most [{limit}, {limit}] on this engine")

@@ -177,7 +177,7 @@ def select_reduce(
     core.count(
         what, costs.VECTOR,
         reads=(predicate, on_true, *tensors_of(other)), writes=(dst, *tensors_of(reduce_res)),
-        cycles=costs.two_input_cycles(core.target, "", dst, on_true, predicate),
+        cycles=costs.one_input_cycles(2 * dst.free),
     )  # fmt: skip
     if core.executes:
         keep = (read_exact(core, predicate) != 0) != reverse_pred
