@@ -91,6 +91,19 @@ def split(tensor, ranks, pad):
     return F.pad(tensor, (0, 0, 0, 0, 0, rows - tensor.shape[1]), value=pad).chunk(ranks, 1)
 
 
+class InTurn:
+    """The ranks of a group, asked one after the other and twice: the second time each gets what all of them gave."""
+
+    def __init__(self, size):
+        self.size, self.given = size, []
+
+    def all_gather(self, tensor, dim):
+        if len(self.given) < self.size:
+            self.given.append(tensor)
+            return tensor
+        return torch.cat(self.given, dim)
+
+
 def ring(q, k, v, ranks, lnc=1, groups=None, key_length=None, key_mask=None, depth=1, shard=None, regime=None):
     """Whole tensors through `ring_attention` on `ranks` ranks: output, lse, lost rows, and each rank's regimes.
 
@@ -109,7 +122,11 @@ def ring(q, k, v, ranks, lnc=1, groups=None, key_length=None, key_mask=None, dep
     ]
     parts = [key_statistics(shards[rank][1], shards[rank][2], local[rank]).packed() for rank in range(ranks)]
     statistics = joined_statistics([unpacked_statistics(packed) for packed in parts])
-    prepared = [nki_attention.prepared(*shards[rank], local[rank], statistics, scale) for rank in range(ranks)]
+    group = InTurn(ranks)
+    for _ in range(2):
+        prepared = [
+            nki_attention.prepared(*shards[rank], local[rank], statistics, scale, group) for rank in range(ranks)
+        ]
     world = {}
     for group in groups:
         for place, rank in enumerate(group):

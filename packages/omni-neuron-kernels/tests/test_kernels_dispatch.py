@@ -16,6 +16,8 @@ from omni_neuron_kernels import (
     flash_attention,
     gated_mlp,
     mlp,
+    nki_launch,
+    nki_provider,
     output_projection,
     rms_norm,
 )
@@ -96,8 +98,6 @@ def test_without_the_simulator_the_reference_runs(no_simulator):
 
 
 def test_on_a_device_the_chip_decides(monkeypatch):
-    from omni_neuron_kernels import nki_provider
-
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "inf2")
     assert "inf2" in (nki_provider._not_on_device("neuron") or "")
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
@@ -144,6 +144,17 @@ def test_outside_a_limit_torch_runs_and_says_why(name):
     choice = explain(op, *tensors, **options)
     assert choice.provider == "torch"
     assert reason in choice.refusals["nki-simulator"]
+
+
+def test_the_widest_projection_that_is_taken_fits_on_chip():
+    """Where wide stripes of the weight would not fit beside the bias, narrow ones are taken."""
+    shapes = (1024, 4096), (4096, 30_720), (30_720,)
+    tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    assert nki_provider._OPS["output_projection"][1](*tensors) is None
+    specs = [omni_neuron_nkisim.TensorSpec(shape, "bfloat16") for shape in shapes[:2]]
+    kernel = nki_launch.kernels_of("feed_forward").output_projection[2]
+    with omni_neuron_nkisim.settings(target="trn2", execute=False, check_live_capacity=True):
+        kernel(*specs, omni_neuron_nkisim.TensorSpec((1, 30_720), "float32"))
 
 
 def test_a_bias_of_another_dtype_is_taken():

@@ -86,6 +86,16 @@ def test_learned_gains(gain, way, ranks):
         assert set(cases.check_ring(*case, ranks)) == {(REGIMES[way],) * 2}
 
 
+def test_ranks_whose_queries_differ_run_one_program():
+    """Only the last rank's queries are long: in head 1 they need a shift, in head 2 the maximum."""
+    q, k, v = cases.learned_gains(1, 64, 64, count=3)
+    q[:, 32:, 1] *= 9
+    q[:, 32:, 2] *= 20
+    assert cases.check_ring(q[:, :32], k, v, 2) == [("unshifted",) * 3] * 2
+    for lnc in (1, 2):
+        assert cases.check_ring(q, k, v, 2, lnc=lnc) == [REGIMES] * 2
+
+
 def test_a_static_bound_alone_loses_these_rows():
     """What the cases are for: subtracting scale · ‖q‖ · max‖k‖ returns nothing from a gap of 100 on."""
     for gap in (100, 300):
@@ -192,7 +202,15 @@ def test_on_a_device_the_kernel_is_launched_with_everyone_s_statistics(monkeypat
     class Longer(TwoRanks):
         def all_gather(self, tensor, dim):
             other = tensor.clone()
-            other[..., 1:3] *= 1000  # of norms and radii
+            if tensor.dtype == torch.float32:
+                other[..., 1:3] *= 1000  # of norms and radii
+            return torch.cat([tensor, other], dim)
+
+    class Needier(TwoRanks):
+        """Whose other rank needs a shift for head 1 and the maximum for head 2; this one needs nothing."""
+
+        def all_gather(self, tensor, dim):
+            other = tensor if tensor.dtype == torch.float32 else torch.tensor([[[0, 1, 2]]])
             return torch.cat([tensor, other], dim)
 
     monkeypatch.setattr(nki_attention, "kernels_of", lambda name: Module)
@@ -202,6 +220,10 @@ def test_on_a_device_the_kernel_is_launched_with_everyone_s_statistics(monkeypat
         result = nki_attention.ring_attention(q, k, v, group=group, replica_groups=((4, 6),), **given)
         assert launches[-1][3:] == (0.25, (way,) * 3, ((4, 6),), 2, True, (), ())
         assert result.output.shape == q.shape and result.lse.shape == (1, 3, 20)
+    nki_attention.ring_attention(q, k, v, group=Needier(), replica_groups=((4, 6),), **given)
+    assert launches[-1][4] == REGIMES
+    (biases,) = launches[-1][-1]
+    assert torch.equal(biases, torch.zeros(3, 1)), "a head that needs no shift here has one of zero"
     nki_attention.ring_attention(q, k, v, group=TwoRanks(), replica_groups=((4, 6),), **{**given, "key_length": 31})
     (mask,) = launches[-1][-2]
     assert mask.tolist() == [[1.0] * 11 + [0.0] * 9], "rank 1 of 2 has keys 20 to 39"

@@ -31,9 +31,9 @@ class Prepared(NamedTuple):
 
     Attributes:
         tensors: q, k and v as `[B · heads, S, D]`.
-        regimes: of each of these heads.
+        regimes: of each of these heads, the same on every rank of the group.
         masks: none, or one `[B, S_k]` of k's dtype.
-        biases: none, or one `[B · N, tiles]`.
+        biases: none, or one `[B · N, tiles]`, if any rank of the group shifts a head.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -49,8 +49,9 @@ def prepared(
     mask: torch.Tensor | None,
     statistics: KeyStatistics,
     scale: float,
+    group: RingGroup | None = None,
 ) -> Prepared:
-    """Decide each head's regime and put masked keys out of the way.
+    """Decide each head's regime, for all ranks of a group as one, and put masked keys out of the way.
 
     A masked key becomes a copy of one that takes part, so that it can raise no maximum and break no bound, with a zero
     for its value and a zero for its weight in the denominator: the kernels then compute it like any other.
@@ -65,7 +66,7 @@ def prepared(
     if detect_fake_mode((q, k, v)) is None:
         # The regimes are part of the kernel that is compiled, so they are read back here. In a graph there is nothing
         # to read yet, and one graph serves all data: every head keeps the running maximum.
-        regimes, shifts = softmax_regimes(q, statistics, scale=scale)
+        regimes, shifts = softmax_regimes(q, statistics, scale=scale, group=group)
         flat = tuple(regime for heads in regimes for regime in heads)
         biases = (-shifts.flatten(0, 1),) if "tile_shift" in flat else ()
     masks = () if mask is None else (mask.to(k.dtype),)
@@ -113,7 +114,7 @@ def ring_attention(
     own = key_statistics(k, v, mask).packed()
     gathered = group.all_gather(own[None], dim=0) if group.size > 1 else own[None]
     statistics = joined_statistics([unpacked_statistics(packed) for packed in gathered])
-    given = prepared(q, k, v, mask, statistics, scale)
+    given = prepared(q, k, v, mask, statistics, scale, group)
     kernel = kernels_of("ring_attention").ring_attention[CORES]
     results = kernel(
         *given.tensors, scale, given.regimes, replica_groups, kv_prefetch_depth, return_lse, given.masks, given.biases

@@ -10,8 +10,9 @@ import torch
 
 from omni_neuron_kernels.nki_launch import CORES, SBUF_BYTES, dtype_limit, kernels_of, vector_row
 
-# Limits that AWS documents for its own kernel of this kind.
-CHANNELS, COLUMNS, SIDE = 1280, 2048, 1024
+# Limits that AWS documents for its own kernel of this kind. Its third, images of 1024 × 1024, is not needed here: work
+# is divided into blocks of rows, and whether one row fits is computed.
+CHANNELS, COLUMNS = 1280, 2048
 WEIGHT_BYTES = SBUF_BYTES // 2
 PSUM_COLUMNS = 512
 LEAST_COLUMNS = 64  # a matmul of fewer takes as long
@@ -50,11 +51,8 @@ def plan_convolution(
         cores: of the launch.
     """
     (columns, channels, depth, tall, wide), (height, width) = weight, image
-    if channels > CHANNELS or columns > COLUMNS or max(image) > SIDE:
-        return (
-            f"{channels} input and {columns} output channels and images of {height} × {width}: at most "
-            f"{CHANNELS}, {COLUMNS} and {SIDE} × {SIDE}"
-        )
+    if channels > CHANNELS or columns > COLUMNS:
+        return f"{channels} input and {columns} output channels: at most {CHANNELS} and {COLUMNS}"
     out_frames = padding[0] + frames - depth + 1
     out_height, out_width = height + 2 * padding[1] - tall + 1, width + 2 * padding[2] - wide + 1
     groups = math.ceil(columns / PSUM_COLUMNS)
@@ -79,7 +77,7 @@ def plan_convolution(
     most = (SBUF_BYTES - fixed) // ((input_row + output_row) * itemsize)
     if weights > WEIGHT_BYTES or most < 1:
         needed = fixed + (input_row + output_row) * itemsize
-        return f"one row and its weights need {needed} bytes of SBUF per partition, at most {SBUF_BYTES}"
+        return f"a row of {width} and its weights need {needed} bytes of SBUF per partition, at most {SBUF_BYTES}"
     share = out_height if groups % cores == 0 else math.ceil(out_height / cores)
     return ConvPlan(group, math.ceil(share / math.ceil(share / most)), unroll)
 

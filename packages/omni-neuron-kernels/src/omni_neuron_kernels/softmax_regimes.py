@@ -39,7 +39,10 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from omni_neuron_kernels.reference_attention import RingGroup
+
 Regime = Literal["unshifted", "tile_shift", "running_maximum"]
+_REGIMES: tuple[Regime, ...] = ("unshifted", "tile_shift", "running_maximum")  # each valid where one before it is
 
 QUERY_TILE = 512  # queries that share a shift, in order
 
@@ -184,7 +187,7 @@ def joined_statistics(parts: list[KeyStatistics]) -> KeyStatistics:
 
 
 def softmax_regimes(
-    q: torch.Tensor, statistics: KeyStatistics, *, scale: float
+    q: torch.Tensor, statistics: KeyStatistics, *, scale: float, group: RingGroup | None = None
 ) -> tuple[tuple[tuple[Regime, ...], ...], torch.Tensor]:
     """The regime of each head's softmax, by the proofs of this module. Waits for the device.
 
@@ -192,10 +195,12 @@ def softmax_regimes(
         q: `[B, S_q, N, D]`, this rank's queries.
         statistics: of the keys of every rank; N is a multiple of their N_k, in order.
         scale: factor of the scores.
+        group: ranks that run one program on queries of one shape, and all call this. A head then takes the way of the
+            rank that needs most; what a rank's own queries prove about its shifts holds under it as well.
 
     Returns:
         For each batch element and head its regime, and float32 `[B, N, ⌈S_q / 512⌉]`: the shift of each 512 queries,
-        zero unless the regime is "tile_shift". Norms that are infinite or not a number end in "running_maximum".
+        zero unless this rank's own queries need one. Norms that are infinite or not a number end in "running_maximum".
     """
     share = q.shape[2] // statistics.norm.shape[1]
     mean, radius, norm, value = (tensor.repeat_interleave(share, 1) for tensor in statistics[1:5])
@@ -211,9 +216,10 @@ def softmax_regimes(
     unshifted = ((least < 0) & (most > 0)).all(-1)
     tile_shift = (least < most).all(-1) & ~unshifted
     shifts = torch.where(tile_shift[..., None], (least + most) / 2, 0)
-    codes = torch.where(unshifted, 0, torch.where(tile_shift, 1, 2)).tolist()
-    names: tuple[Regime, ...] = ("unshifted", "tile_shift", "running_maximum")
-    return tuple(tuple(names[code] for code in heads) for heads in codes), shifts
+    codes = torch.where(unshifted, 0, torch.where(tile_shift, 1, 2))
+    if group is not None and group.size > 1:
+        codes = group.all_gather(codes[None], dim=0).amax(0)
+    return tuple(tuple(_REGIMES[code] for code in heads) for heads in codes.tolist()), shifts
 
 
 def _tiles(rows: torch.Tensor, pad: float) -> torch.Tensor:

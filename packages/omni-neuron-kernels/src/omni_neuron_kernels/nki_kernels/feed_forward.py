@@ -13,9 +13,11 @@ TOKENS = 512  # moving columns of a matmul: one PSUM bank of float32
 # cheap; but each 128 columns of the first weight hold one of eight PSUM banks. Of the second, each 128 tokens do.
 UP_COLUMNS = 768
 DOWN_COLUMNS = 512
-# Of a second weight with few rows, more columns are loaded at a time, and stay until all of them are done.
+# Of a second weight with few rows, more columns are loaded at a time, and stay until all of them are done, if what then
+# lies on chip at once leaves the rest of trn2's 224 KiB of a partition to tiles in flight.
 WIDE_BYTES = 2048
 RESIDENT_BYTES = 64 * 1024
+SBUF_BYTES = 192 * 1024
 
 
 @nki.jit
@@ -156,7 +158,9 @@ def _project(out, activated, weight, offset, span):
     first, count = span
     columns = weight.shape[1]
     wide = DOWN_COLUMNS
-    if weight.dtype != "float32" and len(activated) * WIDE_BYTES <= RESIDENT_BYTES:
+    resident = len(activated) * WIDE_BYTES
+    held = resident + len(activated) * TOKENS * 2 + columns * 4
+    if weight.dtype != "float32" and resident <= RESIDENT_BYTES and held <= SBUF_BYTES:
         wide = WIDE_BYTES // 2
     for start in range(0, columns, wide):
         end = min(columns, start + wide)
