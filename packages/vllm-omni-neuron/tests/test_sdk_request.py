@@ -251,9 +251,7 @@ def test_a_ring_that_no_kernel_takes_is_refused_where_it_would_be_compiled_for_a
     monkeypatch.delenv("VLLM_NEURON_CPU_MODE")
     for allowed in ({"enforce_eager": True}, {"additional_config": {}}, {"parallel_config": {}}):
         check_compiled_ring(config(tmp_path, **ring | allowed), "a joint text")
-    with pytest.raises(
-        ModelConfigError, match="'ring' cannot be compiled with 'neuron_native': a joint text"
-    ):
+    with pytest.raises(ModelConfigError, match="'ring' cannot be compiled with 'neuron_native': a joint text"):
         check_compiled_ring(config(tmp_path, **ring), "a joint text")
 
 
