@@ -110,8 +110,7 @@ class NeuronHunyuanVideo15Pipeline(NeuronDiffusionPipeline):
             TRANSFORMER, sequence_parallel=self.sequence_parallel, context_method=self.context_method
         )
         self.vae = self.load_vae()
-        if self.vae is not None:
-            attend_frame_by_frame(self.vae)
+        attend_frame_by_frame(self.vae)
 
     def encode_prompt(self, text: str, request: Any) -> dict[str, torch.Tensor]:
         """See the base class; by the names of the DiT's arguments. The encoders run on the host of the output rank."""

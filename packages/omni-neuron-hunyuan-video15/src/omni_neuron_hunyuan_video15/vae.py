@@ -9,13 +9,13 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanV
 from torch import nn
 
 
-def attend_frame_by_frame(vae: nn.Module) -> None:
-    """Make every attention block of the VAE a `FrameAttnBlock`, in place.
+def attend_frame_by_frame(vae: nn.Module | None) -> None:
+    """Make every attention block of the VAE a `FrameAttnBlock`, in place; nothing on a rank that has none.
 
     diffusers' own way is attention with a mask, which no device's compiler is known to take, and whose mask takes one
     operation for each latent of a tile, thousands in a graph.
     """
-    for module in vae.modules():
+    for module in () if vae is None else vae.modules():
         if type(module) is HunyuanVideo15AttnBlock:
             module.__class__ = FrameAttnBlock
 
