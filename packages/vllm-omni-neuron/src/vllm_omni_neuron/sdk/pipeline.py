@@ -41,8 +41,10 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class NeuronDiffusionPipeline(EngineHooks, nn.Module, Denoising, SupportsComponentDiscovery):
     """A diffusion model over any mix of TP, SP, CP, CFG and VAE patch parallelism, as far as its spec goes.
 
-    A model writes `spec`, `request_rules`, `load_components`, `encode_prompt`, `latent_shape` and `model_inputs`, and
-    `decode` unless its `vae` has the methods of a `DiffusersVae`; every other method has a default that it may replace.
+    A model writes `spec`, `request_rules`, `load_components`, `encode_prompt`, `latent_shape` and `model_inputs`; most
+    also some of `check_engine`, `num_tokens`, `condition_model`, and `decode` unless its `vae` is a `DiffusersVae`.
+    Every other method has a default that it may replace.
+
     Every rank encodes the text and denoises. What decodes lives on the first `vae_patch` ranks; rank 0 has the output,
     and vLLM-Omni takes it from there.
 
