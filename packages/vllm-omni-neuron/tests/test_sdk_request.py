@@ -138,6 +138,14 @@ def test_refusals(settings: dict[str, Any], message: str) -> None:
         resolve(DRAWING, **settings)
 
 
+def test_a_name_that_nothing_reads_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        resolve(DRAWING, extra_args={"style": "ink", "stile": "oil", "num_frames": 3})
+        resolve(DRAWING, extra_args={"stile": "oil", "_sources": {}})  # resolved before
+    [record] = caplog.records
+    assert "extra_args has stile, num_frames, which nothing here reads; valid are guidance_scale, " in record.message
+
+
 @pytest.mark.parametrize(("stride", "asked", "made"), [(8, 20, 17), (8, 17, 17), (4, 4, 5), (1, 6, 6)])
 def test_frames_fit_the_temporal_stride(stride: int, asked: int, made: int, caplog: pytest.LogCaptureFixture) -> None:
     rules = dataclasses.replace(FILM, temporal_stride=stride)

@@ -25,6 +25,8 @@ ImageUse = Literal["none", "optional", "required"]
 """Whether a request brings an image."""
 # Where the sources stand in `extra_args` of a request that was resolved before; see `resolve_request`.
 SOURCES = "_sources"
+# What the pipeline and the lookups read of `extra_args` beside a model's own settings.
+_EXTRA = ("guidance_scale", "image_policy", "profile", SOURCES)
 
 
 class RequestError(ValueError):
@@ -148,8 +150,9 @@ def resolve_request(prompt: Any, sampling_params: Any, rules: RequestRules) -> G
     Args:
         prompt: a string, or a mapping with `prompt` and optionally `negative_prompt` and `multi_modal_data`, whose
             `image` and `last_image` are PIL images (see `load_images`).
-        sampling_params: vLLM-Omni's `OmniDiffusionSamplingParams`. A request that was resolved before and filled with
-            the result carries the sources of then in `extra_args[SOURCES]`.
+        sampling_params: vLLM-Omni's `OmniDiffusionSamplingParams`. A name in `extra_args` that nothing reads is warned
+            of. A request that was resolved before and filled with the result carries the sources of then in
+            `extra_args[SOURCES]`.
         rules: of model, checkpoint and engine.
 
     Returns:
@@ -165,6 +168,8 @@ def resolve_request(prompt: Any, sampling_params: Any, rules: RequestRules) -> G
     check_choice("generator_device", getattr(sampling_params, "generator_device", None) or "cpu", choices=("cpu",))
     media = _media(prompt, rules)
     extra = getattr(sampling_params, "extra_args", None) or {}
+    if SOURCES not in extra:  # the workers resolve it again
+        _warn_of_unknown(extra, rules)
     found = _Lookup()
     values: dict[str, Any] = {"num_frames": 1, "fps": 1.0}
     if rules.temporal_stride is None:
@@ -306,6 +311,16 @@ def _given(name: str, sampling_params: Any, extra: Mapping[str, Any]) -> Any:
     value = getattr(sampling_params, name, None)
     given = getattr(sampling_params, f"{name}_provided", value != getattr(type(sampling_params), name, None))
     return value if value is not None and given else extra.get(name)
+
+
+def _warn_of_unknown(extra: Mapping[str, Any], rules: RequestRules) -> None:
+    """Other names may be somebody else's, vLLM-Omni's for one; more likely they are misspelt."""
+    settings = [setting.name for setting in rules.settings]
+    known = {*settings, *_EXTRA, *(() if rules.temporal_stride is None else ("num_frames",))}
+    unknown = [name for name in extra if name not in known]
+    if unknown:
+        valid = ", ".join(sorted(known - {SOURCES}))
+        logger.warning("extra_args has %s, which nothing here reads; valid are %s", ", ".join(unknown), valid)
 
 
 def _prompts(prompt: Any) -> tuple[str, str]:
