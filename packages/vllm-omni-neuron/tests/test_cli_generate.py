@@ -443,6 +443,17 @@ def test_a_stage_configuration_becomes_a_deploy_configuration(
     assert engine.engine_arguments(fake_engine.request) == {"deploy_config": str(fake_engine.request.deploy_config)}
 
 
+def test_the_limit_of_the_start_goes_to_the_engine_with_and_without_a_configuration_file(
+    arguments: list[str], fake_engine: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "stage.yaml").write_text(STAGE)
+    for more in ([], ["--stage-config", str(tmp_path / "stage.yaml")]):
+        run([*arguments, "--init-timeout", "7200", *more], code=0)
+        assert fake_engine.request is not None
+        passed = engine.engine_arguments(fake_engine.request)
+        assert (passed["init_timeout"], passed["stage_init_timeout"]) == (7200, 7200)
+
+
 def test_engine_settings_go_into_the_configuration_file(
     arguments: list[str], fake_engine: Engine, tmp_path: Path
 ) -> None:

@@ -25,6 +25,8 @@ SAMPLING_FIELDS = (
 )
 EXTRA_FIELDS = ("flow_shift", "sample_solver", "image_policy")
 LAYOUT_FIELDS = ("tensor_parallel_size", "ring_degree", "cfg_parallel_size", "vae_patch_parallel_size")
+# vLLM-Omni's, of the whole and of a stage; here there is one stage.
+_START_LIMITS = ("init_timeout", "stage_init_timeout")
 # Values by which vLLM-Omni's sampling parameters say that nothing was given.
 _NOT_GIVEN = {"num_frames": 1, "num_outputs_per_prompt": 1}
 
@@ -67,6 +69,7 @@ class GenerateOptions:
     cache_backend: str | None = None
     cache_config: Mapping[str, Any] | None = None
     deploy_config: Path | None = None
+    init_timeout: int | None = None
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,12 @@ def run_engine(
 def engine_arguments(request: GenerateOptions) -> dict[str, Any]:
     """Keyword arguments of `Omni` beside the model.
 
-    With a configuration file they are in that file already, see `with_engine_settings`.
+    With a configuration file all but the limits of the start are in that file already, see `with_engine_settings`.
     """
+    limits = dict.fromkeys(() if request.init_timeout is None else _START_LIMITS, request.init_timeout)
     if request.deploy_config is not None:
-        return {"deploy_config": str(request.deploy_config)}
-    arguments = {name: getattr(request, name) for name in LAYOUT_FIELDS}
+        return {"deploy_config": str(request.deploy_config), **limits}
+    arguments: dict[str, Any] = {name: getattr(request, name) for name in LAYOUT_FIELDS} | limits
     # vLLM-Omni hands this one on for architectures that it knows itself, and drops `model_config`.
     arguments |= {**_engine_settings(request), "additional_config": _model_settings(request) or None}
     return {name: value for name, value in arguments.items() if value is not None}

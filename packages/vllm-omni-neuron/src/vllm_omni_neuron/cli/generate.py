@@ -47,6 +47,7 @@ def generate(
     vae_patch_parallel_size: options.VaePatchParallelSize = None,
     stage_config: options.StageConfigFile = None,
     deploy_config: options.DeployConfigFile = None,
+    init_timeout: options.InitTimeout = None,
     profile: options.Profile = False,
     profile_runs: options.ProfileRuns = options.DEFAULT_PROFILE_RUNS,
     json_: options.Json = False,
@@ -85,6 +86,7 @@ def generate(
         enable_cpu_offload=enable_cpu_offload or None,
         **options.quantized(quantization, comfyui_fp8_model_path, modules_to_not_convert),
         **options.cached(cache_backend, cache_config),
+        init_timeout=init_timeout,
     )
     generate_videos(
         request,

@@ -307,6 +307,15 @@ DeployConfigFile = Annotated[
         help="A deploy configuration of vLLM-Omni 0.30.",
     ),
 ]
+InitTimeout = Annotated[
+    int | None,
+    typer.Option(
+        "--init-timeout",
+        min=1,
+        rich_help_panel=_ENGINE,
+        help="Seconds that vLLM-Omni waits for the engine's start, a warm-up included. Its default: 600, a stage 300.",
+    ),
+]
 Profile = Annotated[
     bool,
     typer.Option("--profile", rich_help_panel=_MEASURE, help="Warm up, then time generations stage by stage."),
