@@ -119,7 +119,8 @@ def context_attention(
     `return_lse`. Torch's own ring is compiled for the host only: its rotation is no operation of a device's compiler.
 
     Args:
-        q: `[B, S_q, N, D]`, this rank's queries; S_q is free, so queries that every rank holds may be among them.
+        q: `[B, S_q, N, D]`, this rank's queries; S_q is free, so queries that every rank holds may be among them. As
+            many on every rank where a kernel may run the ring: each rank asks for itself whether it takes so many.
         k: `[B, S_local, N, D]`, this rank's keys: rows [rank · S_local, (rank + 1) · S_local) of the padded sequence.
         v: this rank's values, shape as `k`.
         group: the ranks that share the sequence. In a group of one this is plain attention: so is cross-attention,
