@@ -497,6 +497,14 @@ def _ring_refusal(
 
 
 def _trace_ring(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Any
+) -> RingAttention:
+    if return_lse or ring_refusal(q, k, v, group=options["group"], scale=options["scale"]) is not None:
+        return reference_attention.ring_attention(q, k, v, return_lse=return_lse, **options)
+    return _trace_ring_op(q, k, v, **options)
+
+
+def _trace_ring_op(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -506,22 +514,8 @@ def _trace_ring(
     scale: float,
     key_length: int,
     key_mask: torch.Tensor | None,
-    return_lse: bool,
     kv_prefetch_depth: int,
 ) -> RingAttention:
-    if return_lse or ring_refusal(q, k, v, group=group, scale=scale) is not None:
-        return reference_attention.ring_attention(
-            q,
-            k,
-            v,
-            group=group,
-            replica_groups=replica_groups,
-            scale=scale,
-            key_length=key_length,
-            key_mask=key_mask,
-            return_lse=return_lse,
-            kv_prefetch_depth=kv_prefetch_depth,
-        )
     mask = ring_mask(k, group.rank, group.size, key_length, key_mask)
     if mask is not None:
         # A key that takes no part becomes the mean of those that do, whose score is below the row's largest.

@@ -78,6 +78,11 @@ def _by_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in tensors)
 
 
+def _by_tokens(tensor: torch.Tensor, batch: int) -> torch.Tensor:
+    """`[B · heads, S, D]` to `[B, S, heads, D]`, the inverse of `_by_heads`."""
+    return tensor.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
 def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -88,12 +93,12 @@ def flash_attention(
     key_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops_attention.flash_attention`."""
-    batch, keys, values = q.shape[0], k[:, :key_length], v[:, :key_length]
+    keys, values = k[:, :key_length], v[:, :key_length]
     mask = None if key_mask is None else key_mask[:, :key_length]
     given = prepared(q, keys, values, mask, key_statistics(keys, values, mask), scale)
     kernel = kernels_of("attention").flash_attention[CORES]
     result = kernel(*given.tensors, scale, key_length, given.regimes, given.masks, given.biases)
-    return result.unflatten(0, (batch, -1)).transpose(1, 2)
+    return _by_tokens(result, q.shape[0])
 
 
 def ring_attention(
@@ -120,8 +125,8 @@ def ring_attention(
         *given.tensors, scale, given.regimes, replica_groups, kv_prefetch_depth, return_lse, given.masks, given.biases
     )
     batch = q.shape[0]
-    output = results[0].unflatten(0, (batch, -1)).transpose(1, 2)
-    return RingAttention(output, results[1].unflatten(0, (batch, -1)) if return_lse else None, results[-1].sum())
+    lse = results[1].unflatten(0, (batch, -1)) if return_lse else None
+    return RingAttention(_by_tokens(results[0], batch), lse, results[-1].sum())
 
 
 def ring_in_graph(
@@ -150,7 +155,7 @@ def ring_in_graph(
     masks = () if key_mask is None else (key_mask.to(k.dtype),)
     kernel = kernels_of("ring_attention").ring_attention[CORES]
     results = kernel(*_by_heads(q, k, v), scale, regimes, replica_groups, kv_prefetch_depth, False, masks, ())
-    return results[0].unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+    return _by_tokens(results[0], q.shape[0])
 
 
 def ring_mask(
