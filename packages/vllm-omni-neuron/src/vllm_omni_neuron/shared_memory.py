@@ -34,12 +34,12 @@ class Space(NamedTuple):
 
     @property
     def tight(self) -> str:
-        """Why a large video may end in SIGBUS, else ""."""
+        """Why a large video may be refused, else ""."""
         if self.free >= ADVISED_FREE_BYTES:
             return ""
         return (
             f"{self}, {ADVISED_FREE_BYTES >> 20} MiB are advised: a large video may not fit on its way from the worker "
-            f"and would kill it with SIGBUS; {REMEDY}"
+            f"and is refused then; {REMEDY}"
         )
 
     def lacks(self, needed: int, what: str) -> str:
